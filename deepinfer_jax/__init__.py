@@ -1,0 +1,1 @@
+"""DeepInfer-JAX: LLM inference in JAX with prefill and decode apart."""

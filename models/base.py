@@ -1,0 +1,95 @@
+"""What every model and the engine agree on: cache declarations, the batch a forward pass sees, mesh axes.
+
+Everything here is the *local view of one DP rank*: the step functions run inside `jax.shard_map`, so a model never sees
+the data-parallel dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """A per-token cache indexed by block: each layer is an array `[num_blocks, block_size, *entry_shape]`.
+
+    tp_dim: which dimension of entry_shape is split over the `tp` mesh axis (None: replicated).
+    """
+
+    name: str
+    layers: int
+    entry_shape: tuple[int, ...]
+    dtype: jnp.dtype
+    tp_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """A per-sequence cache indexed by slot: each layer is an array `[num_slots, *shape]` (rings, compressor state)."""
+
+    name: str
+    layers: int
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    tp_dim: int | None = None
+
+
+CacheSpec = PagedCache | StateCache
+Caches = dict[str, tuple[jax.Array, ...]]
+"""Cache name -> one array per layer, in the layer order of its spec."""
+
+
+@dataclass(frozen=True)
+class ParallelAxes:
+    """Mesh axes as a model sees them from inside `jax.shard_map`; the mesh is (replica, ep, tp) and dp = replica * ep.
+
+    A size of 1 means: the axis exists in the mesh and collectives over it are no-ops that may be skipped.
+    """
+
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    replica_axis: str = "replica"
+    ep_axis: str = "ep"
+    tp_axis: str = "tp"
+
+    def __post_init__(self) -> None:
+        if self.dp < 1 or self.ep < 1 or self.tp < 1:
+            raise ValueError(f"dp, ep and tp must be >= 1, got dp={self.dp} ep={self.ep} tp={self.tp}")
+        if self.dp % self.ep:
+            raise ValueError(f"ep must divide dp (experts are laid over the attention ranks), got dp={self.dp} ep={self.ep}")
+
+    @property
+    def dp_axes(self) -> tuple[str, str]:
+        return (self.replica_axis, self.ep_axis)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepBatch:
+    """The tokens of one step on one rank: T packed rows of S sequences, whose block tables hold P pages.
+
+    Prefill: the rows of sequence s are `q_starts[s]:q_starts[s+1]`; rows from `q_starts[S]` on are padding.
+    Decode:  row i belongs to sequence i // q_per_seq (T == S * q_per_seq); a padding sequence has kv_lens 0.
+    The model first writes this step's keys and values at `write_slots`, then attends to `kv_lens` keys per sequence;
+    row j (0-based) of a sequence with q rows sits at position `kv_lens - q + j` and sees keys up to itself.
+    """
+
+    tokens: jax.Array  # i32 [T]
+    positions: jax.Array  # i32 [T]; 0 in padding rows
+    write_slots: jax.Array  # i32 [T]; block * block_size + offset; >= num_blocks * block_size in padding rows (dropped)
+    block_tables: jax.Array  # i32 [S, P]; entries past a sequence's pages are any valid block id, never read into a result
+    kv_lens: jax.Array  # i32 [S]; keys per sequence once this step's rows are written; 0: padding sequence
+    q_starts: jax.Array  # i32 [S + 1]
+    seq_ids: jax.Array  # i32 [T]; S in padding rows
+    state_slots: jax.Array  # i32 [S]; row of each StateCache; 0 in padding sequences
+    is_decode: bool = field(default=False, metadata={"static": True})
+    q_per_seq: int = field(default=1, metadata={"static": True})
+
+    @property
+    def valid(self) -> jax.Array:
+        """bool [T]: rows that are not padding."""
+        return self.seq_ids < self.kv_lens.shape[0]
