@@ -1,0 +1,80 @@
+"""Linear layers: weights [out, in], plain or quantised, whole or split over the tp axis."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.models.layers.param import param, psum_tp
+from deepinfer_jax.models.layers.quant import dot_last, quant_format
+
+WHOLE = ParallelAxes()
+
+
+class Linear(nnx.Module):
+    """`x [..., in] -> [..., out]`, in x's dtype.
+
+    in_features, out_features: global sizes; inside `shard_map` the kernel is this rank's share.
+    quant: None, "int8", "int4" or "fp8" (layers/quant.py).
+    tp: None (replicated), "column" (this rank's rows of the kernel: the result is this rank's share of the outputs) or
+        "row" (this rank's inputs: partial results are summed over tp, then the bias is added once).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: jnp.dtype,
+        quant: str | None = None,
+        tp: str | None = None,
+        axes: ParallelAxes = WHOLE,
+    ) -> None:
+        if tp not in (None, "column", "row"):
+            raise ValueError(f'tp must be None, "column" or "row", got {tp!r}')
+        split = {None: None, "column": out_features, "row": in_features}[tp]
+        if split is not None and split % axes.tp:
+            raise ValueError(f"a {tp}-parallel linear splits {split} features over tp={axes.tp}, which does not divide it")
+        self.quant, self.tp, self.axes = quant, tp, axes
+        row_axis, col_axis = ("tp" if tp == "column" else None), ("tp" if tp == "row" else None)
+        make_kernel(self, "kernel", (out_features, in_features), (row_axis, col_axis), dtype, quant)
+        self.bias = param((out_features,), dtype, (row_axis,), init="zeros") if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.matmul(x)
+        if self.tp == "row":
+            y = psum_tp(y, self.axes)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """x . kernel without bias and without the sum over tp."""
+        if self.quant is None:
+            return dot_last(x, self.kernel[...])
+        return quant_format(self.quant).matmul(x, self.kernel[...], self.kernel_scale[...])
+
+
+def make_kernel(
+    module: nnx.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype, quant: str | None
+) -> None:
+    """Sets `module.<name>` of shape [..., N, K] (and `module.<name>_scale` when quantised), split along `axes`.
+
+    Leading dimensions (stacked experts) are kept in both. ValueError if a tp split would cut a scale block in two.
+    """
+    if quant is None:
+        setattr(module, name, param(shape, dtype, axes))
+        return
+    fmt = quant_format(quant)
+    (n, k), lead = shape[-2:], tuple(shape[:-2])
+    kernel_shape, kernel_dtype, scale_shape = fmt.storage(n, k)
+    setattr(module, name, param(lead + kernel_shape, kernel_dtype, axes, quant=quant))
+    scale_axes = axes[: len(lead)] + axes[-2:][: len(scale_shape)]
+    setattr(module, f"{name}_scale", param(lead + scale_shape, jnp.float32, scale_axes, init="ones"))
+
+
+def dequantized(module: nnx.Module, name: str, quant: str | None, dtype: jnp.dtype) -> jax.Array:
+    """The float tensor [..., N, K] behind `module.<name>`."""
+    kernel = getattr(module, name)[...]
+    return kernel if quant is None else quant_format(quant).dequantize(kernel, getattr(module, f"{name}_scale")[...], dtype)
