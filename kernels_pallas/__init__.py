@@ -1,1 +1,14 @@
+"""Array ops that depend on the device: paged attention, KV writes, grouped matmuls; each with an XLA path and GPU kernels.
 
+Ops pick their implementation from the table in `dispatch` at trace time; `explain()` tells what was picked and why.
+"""
+
+from __future__ import annotations
+
+from .dispatch import current_target, explain, use_target
+from .grouped_matmul import grouped_matmul, moe_experts
+from .kv_write import kv_write
+from .paged_decode import paged_decode
+from .ragged_prefill import ragged_prefill
+
+__all__ = ["current_target", "explain", "grouped_matmul", "kv_write", "moe_experts", "paged_decode", "ragged_prefill", "use_target"]

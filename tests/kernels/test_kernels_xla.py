@@ -1,0 +1,150 @@
+"""Every op's XLA path against a float64 oracle, over the shapes that break kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax import kernels_pallas as kernels
+from deepinfer_jax.kernels_pallas import testing
+from deepinfer_jax.kernels_pallas.testing import AttentionCase, GroupedCase
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float8_e4m3fn": 2e-2}
+
+DECODE = {
+    "mixed": AttentionCase((5, 0, 1, 16, 17, 4), (1,) * 6, pad_pages=2),
+    "one": AttentionCase((1,), (1,)),
+    "all padding": AttentionCase((0, 0), (1, 1)),
+    "page boundary": AttentionCase((4, 8, 3, 9), (1,) * 4),
+    "long": AttentionCase((700, 3, 129), (1,) * 3, block_size=16),
+    "mqa odd group": AttentionCase((33, 7), (1, 1), heads=9, kv_heads=3, d=64, block_size=16),
+    "two rows": AttentionCase((9, 2, 64), (2, 2, 2)),
+    "fewer keys than rows": AttentionCase((1, 2), (3, 3)),
+    "window": AttentionCase((5, 40, 1), (1,) * 3, sliding_window=6),
+    "window sinks rows": AttentionCase((15, 40, 2), (2,) * 3, sliding_window=5, sinks=True),
+    "sinks": AttentionCase((15, 0, 2), (1,) * 3, sinks=True),
+    "mla": AttentionCase((40, 3, 0), (1,) * 3, heads=8, kv_heads=1, d=24, v_dim=16),
+    "other value width": AttentionCase((40, 3), (1, 1), dv=24),
+    "bf16": AttentionCase((40, 3), (1, 1), dtype="bfloat16", cache_dtype="bfloat16"),
+    "fp8 cache": AttentionCase((40, 3), (1, 1), dtype="bfloat16", cache_dtype="float8_e4m3fn"),
+}
+
+PREFILL = {
+    "mixed": AttentionCase((5, 9, 1, 16), (5, 4, 1, 16), pad_rows=3, pad_pages=1),
+    "cached prefix": AttentionCase((300, 20), (40, 1), block_size=16),
+    "many short": AttentionCase((7,) * 12, (7,) * 12),
+    "empty in between": AttentionCase((6, 0, 6, 0), (6, 0, 6, 0), pad_rows=20),
+    "long": AttentionCase((333,), (333,), block_size=16, heads=3, kv_heads=1),
+    "window": AttentionCase((300, 40), (300, 30), sliding_window=9, block_size=16),
+    "window past a tile": AttentionCase((700,), (20,), sliding_window=30, block_size=16),
+    "sinks": AttentionCase((15, 40), (15, 4), sinks=True),
+    "mla": AttentionCase((40, 30), (40, 3), heads=8, kv_heads=1, d=24, v_dim=16),
+    "other value width": AttentionCase((40, 30), (40, 3), d=24, dv=16),
+    "bf16": AttentionCase((40, 3), (40, 3), dtype="bfloat16", cache_dtype="bfloat16"),
+    "fp8 cache": AttentionCase((40, 3), (40, 3), dtype="bfloat16", cache_dtype="float8_e4m3fn"),
+}
+
+GROUPED = {
+    "uneven": GroupedCase((3, 0, 17, 1, 0, 40), n=24, k=32),
+    "padding rows": GroupedCase((3, 5), n=24, k=32, pad=20),
+    "all empty": GroupedCase((0, 0), n=8, k=8, pad=4),
+    "one each": GroupedCase((1,) * 8, n=16, k=16),
+    "bf16": GroupedCase((3, 17), n=24, k=32, dtype="bfloat16", w_dtype="bfloat16"),
+    "int8 channels": GroupedCase((3, 17), n=24, k=32, w_dtype="int8", scale="channel"),
+    "fp8 blocks": GroupedCase((3, 17, 0, 4), n=200, k=136, w_dtype="float8_e4m3fn", scale="block"),
+    "fp8 blocks bf16 rows": GroupedCase((3, 17), n=128, k=256, dtype="bfloat16", w_dtype="float8_e4m3fn", scale="block"),
+}
+
+
+def run_attention(op, case: AttentionCase, **options) -> tuple[np.ndarray, np.ndarray]:
+    inputs = testing.attention_inputs(case)
+    args = {name: value if value is None else jnp.asarray(value) for name, value in inputs.items()}
+    if op is kernels.paged_decode:
+        assert len(set(case.q_lens)) == 1
+        options["q_per_seq"] = case.q_lens[0]
+        del args["q_starts"], args["seq_ids"]
+    fn = jax.jit(lambda a: op(**a, scale=case.scale, v_dim=case.v_dim, sliding_window=case.sliding_window, **options))
+    return np.asarray(fn(args)), testing.attention_oracle(case, inputs)
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+class TestPagedDecode:
+    @pytest.mark.parametrize("name", DECODE)
+    def test_matches_oracle(self, name):
+        got, expected = run_attention(kernels.paged_decode, DECODE[name])
+        assert_close(got, expected, DECODE[name].dtype)
+
+    def test_shape_mismatch_names_the_shapes(self):
+        inputs = testing.attention_inputs(DECODE["one"])
+        with pytest.raises(ValueError, match=r"k_pool.*\(1, 3, 16\)"):
+            kernels.paged_decode(
+                np.zeros((1, 3, 16)), inputs["k_pool"], inputs["v_pool"], inputs["block_tables"], inputs["kv_lens"], scale=1.0
+            )
+
+
+class TestRaggedPrefill:
+    @pytest.mark.parametrize("name", PREFILL)
+    def test_matches_oracle(self, name):
+        got, expected = run_attention(kernels.ragged_prefill, PREFILL[name])
+        assert_close(got, expected, PREFILL[name].dtype)
+
+    def test_holds_no_score_matrix(self):
+        case = dataclasses.replace(PREFILL["long"], kv_lens=(2048,), q_lens=(2048,))
+        args = {n: v if v is None else jnp.asarray(v) for n, v in testing.attention_inputs(case).items()}
+        compiled = jax.jit(lambda a: kernels.ragged_prefill(**a, scale=1.0)).lower(args).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < case.heads * 2048 * 2048 * 4 / 4
+
+
+class TestGroupedMatmul:
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_matches_oracle(self, name):
+        case = GROUPED[name]
+        inputs = testing.grouped_inputs(case)
+        got = jax.jit(kernels.grouped_matmul)(**inputs)
+        assert_close(np.asarray(got), testing.grouped_oracle(**inputs), case.dtype)
+
+    @pytest.mark.parametrize("name", GROUPED)
+    def test_experts_match_oracle(self, name):
+        case = GROUPED[name]
+        inputs = testing.experts_inputs(case)
+        got = jax.jit(kernels.moe_experts)(**inputs)
+        assert_close(np.asarray(got), testing.experts_oracle(**inputs), case.dtype)
+
+    def test_combine_weights(self):
+        inputs = testing.experts_inputs(GROUPED["uneven"])
+        weights = np.linspace(0, 1, inputs["x"].shape[0], dtype=np.float32)
+        got = jax.jit(kernels.moe_experts)(**inputs, row_weights=weights)
+        assert_close(np.asarray(got), testing.experts_oracle(**inputs) * weights[:, None], "float32")
+
+
+class TestKvWrite:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+    def test_rows_land_in_their_slots(self, dtype):
+        rng = np.random.default_rng(0)
+        pool = jnp.asarray(rng.standard_normal((5, 4, 2, 8))).astype(dtype)
+        rows = jnp.asarray(rng.standard_normal((6, 2, 8)) * 100, jnp.float32)
+        slots = np.array([3, 19, 20, 0, 4000, 20], np.int32)  # the last block's last slot, then dropped ones
+        expected = np.array(pool.astype(jnp.float32)).reshape(20, 2, 8)
+        expected[[3, 19, 0]] = np.asarray(rows.astype(dtype).astype(jnp.float32))[[0, 1, 3]]
+        got = np.asarray(kernels.kv_write(pool, rows, slots).astype(jnp.float32))
+        np.testing.assert_array_equal(got.reshape(20, 2, 8), expected)
+
+    def test_fp8_saturates(self):
+        pool = jnp.zeros((1, 4, 1, 2), jnp.float8_e4m3fn)
+        got = kernels.kv_write(pool, jnp.full((1, 1, 2), 1e4, jnp.bfloat16), jnp.zeros(1, jnp.int32))
+        assert np.asarray(got.astype(jnp.float32))[0, 0, 0].tolist() == [448.0, 448.0]
+
+    def test_donated_pool_is_updated_in_place(self):
+        pool = jnp.zeros((64, 16, 2, 8), jnp.float32)
+        write = jax.jit(kernels.kv_write, donate_argnums=0)
+        memory = write.lower(pool, jnp.ones((4, 2, 8)), jnp.arange(4)).compile().memory_analysis()
+        assert memory.alias_size_in_bytes == pool.nbytes
+        assert memory.temp_size_in_bytes < pool.nbytes / 100
