@@ -58,7 +58,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """The most tokens to generate. 0 is taken as 1; None: up to the engine's max_model_len."""
     min_tokens: int = 0
-    """No EOS, stop token or stop string ends the request before this many tokens."""
+    """EOS and stop tokens cannot be sampled, and stop strings do not count, until so many tokens are generated."""
     stop: str | Sequence[str] | None = None
     """Strings that end the request when generated; kept as a tuple."""
     stop_token_ids: Sequence[int] | None = None
