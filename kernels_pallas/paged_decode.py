@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .dispatch import dispatch
+
+_CHUNK = 16  # sequences per chunk
+_TILE_FEW, _TILE_MANY = 128, 64  # keys per tile with up to 4 sequences, and above
+_MULTIPLY_ROWS = 4
 
 
 def check_attention_args(op: str, q, k_pool, v_pool, block_tables, v_dim) -> int:
@@ -57,30 +62,86 @@ def paged_decode(
 
 
 def paged_decode_xla(q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_per_seq=1, v_dim=None, sliding_window=None, sinks=None):
-    """Gather of the bucketed table."""
-    s, p = block_tables.shape
-    _, bs, kh, d = k_pool.shape
-    h, n = q.shape[1], p * bs
-    key = jnp.arange(n, dtype=jnp.int32)
-    live = (key < kv_lens[:, None])[:, :, None, None]  # [S, K, 1, 1]
-    k = jnp.where(live, k_pool[block_tables].reshape(s, n, kh, d).astype(jnp.float32), 0)
-    v = k[..., :v_dim] if v_pool is None else jnp.where(live, v_pool[block_tables].reshape(s, n, kh, -1).astype(jnp.float32), 0)
-    rows = q.astype(jnp.float32).reshape(s, q_per_seq, kh, h // kh, d) * scale
-    scores = jnp.einsum("sqhgd,skhd->shqgk", rows, k)
-    position = kv_lens[:, None] - q_per_seq + jnp.arange(q_per_seq, dtype=jnp.int32)  # [S, Q]
-    visible = key <= position[:, :, None]
+    """Reads live pages only: sequences sorted by length in chunks of `_CHUNK`, each chunk a loop over the key tiles of its longest.
+
+    Measured against a gather of the whole table and a flat list of (sequence, tile) items: docs/decisions/003-cpu-attention.md.
+    """
+    s, (_, bs, kh, _), h = block_tables.shape[0], k_pool.shape, q.shape[1]
+    dv, chunk = (v_dim if v_pool is None else v_pool.shape[3]), min(_CHUNK, s)
+    tile_pages = max(1, (_TILE_FEW if s <= 4 else _TILE_MANY) // bs)
+    order = jnp.argsort(-kv_lens) if s > chunk else None
+    rows = (q.astype(jnp.float32) * scale).reshape(s, q_per_seq, kh, h // kh, -1).transpose(0, 2, 1, 3, 4).reshape(s, kh, -1, q.shape[2])
+    if order is not None:
+        rows, block_tables, kv_lens = rows[order], block_tables[order], kv_lens[order]
+    pad = -s % chunk
+    rows = jnp.pad(rows, ((0, pad), (0, 0), (0, 0), (0, 0)))
+    tables = jnp.pad(block_tables, ((0, pad), (0, -block_tables.shape[1] % tile_pages)))
+    lens = jnp.pad(kv_lens, (0, pad))
+    sink = None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(kh, h // kh), (1, q_per_seq))[None, :, :, None]
+
+    def attend(c):
+        part = (lax.dynamic_slice_in_dim(a, c * chunk, chunk) for a in (rows, tables, lens))
+        return _attend_chunk(*part, k_pool, v_pool, dv, tile_pages, q_per_seq, sliding_window, sink)
+
+    if s + pad == chunk:
+        out = attend(0)
+    else:
+        out = jnp.zeros((s + pad, kh, rows.shape[2], dv), jnp.float32)
+        live_chunks = (jnp.sum(lens > 0) + chunk - 1) // chunk
+        out = lax.fori_loop(0, live_chunks, lambda c, o: lax.dynamic_update_slice_in_dim(o, attend(c), c * chunk, 0), out)
+    out = out[:s].reshape(s, kh, q_per_seq, h // kh, dv).transpose(0, 2, 1, 3, 4).reshape(s, q_per_seq, h, dv)
+    if order is not None:
+        out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+    return out.reshape(s * q_per_seq, h, dv).astype(q.dtype)
+
+
+def _attend_chunk(rows, tables, lens, k_pool, v_pool, dv, tile_pages, q_per_seq, sliding_window, sink):
+    """Online softmax of `rows[W, KH, R, D]` (R = q_per_seq * H / KH, scaled) over key tiles -> f32 `[W, KH, R, Dv]`."""
+    w, kh, r, d = rows.shape
+    tile = tile_pages * k_pool.shape[1]
+    row = jnp.arange(r, dtype=jnp.int32) // (r // q_per_seq)
+    position = lens[:, None] - q_per_seq + row  # [W, R]
+
+    def load(pool, ids, live, width):
+        pages = pool.at[ids].get(mode="promise_in_bounds").reshape(w, tile, kh, width).astype(jnp.float32)
+        return pages if live is None else jnp.where(live[:, :, None, None], pages, 0)  # dead rows may hold NaN; 0 * NaN is NaN
+
+    def step(j, carry):
+        top, total, acc = carry
+        ids = lax.dynamic_slice_in_dim(tables, j * tile_pages, tile_pages, axis=1)
+        key = j * tile + jnp.arange(tile, dtype=jnp.int32)
+        live = key < lens[:, None]
+        k = load(k_pool, ids, live if v_pool is None else None, d)
+        v = k[..., :dv] if v_pool is None else load(v_pool, ids, live, dv)
+        visible = (key <= position[:, :, None])[:, None]
+        if sliding_window is not None:
+            visible &= (key > position[:, :, None] - sliding_window)[:, None]
+        scores = jnp.where(visible, _scores(rows, k), -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+        shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+        weights, keep = jnp.exp(scores - shift), jnp.exp(top - shift)
+        return new_top, total * keep + jnp.sum(weights, -1, keepdims=True), acc * keep + _weighted_values(weights, v)
+
+    shape = (w, kh, r, 1)
+    top = jnp.full(shape, -jnp.inf, jnp.float32) if sink is None else jnp.broadcast_to(sink, shape)
+    total = jnp.full(shape, 0.0 if sink is None else 1.0, jnp.float32)
+    begin = 0
     if sliding_window is not None:
-        visible &= key > position[:, :, None] - sliding_window
-    scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, kh, 1, h // kh, 1)
-        top = jnp.maximum(top, sink)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-        total += jnp.exp(sink - top)
-    weights = weights / jnp.where(total > 0, total, 1)
-    out = jnp.einsum("shqgk,skhv->sqhgv", weights, v)
-    return out.reshape(s * q_per_seq, h, -1).astype(q.dtype)
+        first = jnp.min(jnp.where(lens > 0, lens - q_per_seq - sliding_window + 1, jnp.iinfo(jnp.int32).max))
+        begin = jnp.maximum(first, 0) // tile
+    end = (jnp.max(lens) + tile - 1) // tile
+    _, total, acc = lax.fori_loop(begin, end, step, (top, total, jnp.zeros((w, kh, r, dv), jnp.float32)))
+    return jnp.where((lens > 0)[:, None, None, None], acc / jnp.where(total > 0, total, 1), 0)
+
+
+def _scores(rows, k):
+    """rows[W, KH, R, D], k[W, K, KH, D] -> [W, KH, R, K]. Few rows: XLA's fused product and sum beats a batch of tiny matmuls."""
+    if rows.shape[2] > _MULTIPLY_ROWS:
+        return jnp.einsum("shrd,skhd->shrk", rows, k)
+    return jnp.sum(rows[:, None] * lax.optimization_barrier(k)[:, :, :, None, :], axis=-1).transpose(0, 2, 3, 1)
+
+
+def _weighted_values(weights, v):
+    if weights.shape[2] > _MULTIPLY_ROWS:
+        return jnp.einsum("shrk,skhv->shrv", weights, v)
+    return jnp.sum(weights.transpose(0, 3, 1, 2)[..., None] * lax.optimization_barrier(v)[:, :, :, None, :], axis=1)
