@@ -38,6 +38,10 @@ class Linear(nnx.Module):
         split = {None: None, "column": out_features, "row": in_features}[tp]
         if split is not None and split % axes.tp:
             raise ValueError(f"a {tp}-parallel linear splits {split} features over tp={axes.tp}, which does not divide it")
+        if tp is not None and quant is not None and axes.tp > 1:
+            fmt = quant_format(quant)
+            if block := {"column": fmt.row_block, "row": fmt.col_block}[tp]:
+                check_blocks(split // axes.tp, block, f"{quant} with tp={axes.tp}")
         self.quant, self.tp, self.axes = quant, tp, axes
         row_axis, col_axis = ("tp" if tp == "column" else None), ("tp" if tp == "row" else None)
         make_kernel(self, "kernel", (out_features, in_features), (row_axis, col_axis), dtype, quant)
@@ -56,12 +60,18 @@ class Linear(nnx.Module):
         return quant_format(self.quant).matmul(x, self.kernel[...], self.kernel_scale[...])
 
 
+def check_blocks(features: int, block: int, what: str) -> None:
+    """ValueError when a share of `features` would end inside a scale block."""
+    if features % block:
+        raise ValueError(f"{what}: a share of {features} features is not a multiple of the scale block {block}")
+
+
 def make_kernel(
     module: nnx.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype, quant: str | None
 ) -> None:
     """Sets `module.<name>` of shape [..., N, K] (and `module.<name>_scale` when quantised), split along `axes`.
 
-    Leading dimensions (stacked experts) are kept in both. ValueError if a tp split would cut a scale block in two.
+    Leading dimensions (stacked experts) are kept in both.
     """
     if quant is None:
         setattr(module, name, param(shape, dtype, axes))

@@ -129,6 +129,7 @@ class QuantFormat:
     dequantize(kernel, scale, dtype) -> [..., n, k] (leading dimensions allowed, as for stacked experts);
     matmul(x, kernel, scale) -> [..., n].
     row_block, col_block: how many rows / inputs share a scale row / column (0: all inputs share it, the scale is one-dimensional).
+    packing: inputs per stored element.
     """
 
     name: str
@@ -138,13 +139,14 @@ class QuantFormat:
     matmul: Callable
     row_block: int
     col_block: int
+    packing: int = 1
 
 
 QUANT_FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
         QuantFormat("int8", _int8_storage, _int8_quantize, _int8_dequantize, int8_matmul, 1, 0),
-        QuantFormat("int4", _int4_storage, _int4_quantize, _int4_dequantize, int4_matmul, 1, INT4_GROUP),
+        QuantFormat("int4", _int4_storage, _int4_quantize, _int4_dequantize, int4_matmul, 1, INT4_GROUP, packing=2),
         QuantFormat("fp8", _fp8_storage, _fp8_quantize, _fp8_dequantize, fp8_matmul, FP8_BLOCK, FP8_BLOCK),
     )
 }

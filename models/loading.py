@@ -1,0 +1,215 @@
+"""From a model folder to parameters on devices.
+
+`load_model` builds the module abstractly (no memory), checks the checkpoint against the model's rules (models/rules.py
+says how a model declares them), then fills one parameter after the other: rows are read through a memory map, cast or
+quantised in pieces of a few MiB, and handed to the device; on a CPU the device takes the host buffer over without a copy.
+So the host's peak is the weights plus one piece there, and one parameter elsewhere. With a mesh, a process reads only the
+slices its own devices hold.
+
+Parameters are a plain nested dict of arrays (`nnx.merge(graphdef, params)` inside the trace takes it as it is).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deepinfer_jax.models import registry
+from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.models.checkpoint import Checkpoint
+from deepinfer_jax.models.hf_config import checkpoint_quantization, read_folder_config, read_generation_config
+from deepinfer_jax.models.layers.param import partition_spec
+from deepinfer_jax.models.layers.quant import quant_format
+from deepinfer_jax.models.materialize import Index, Materializer, Slot, random_slice
+from deepinfer_jax.models.resolve import resolve_model_path
+from deepinfer_jax.models.rules import Rule, WeightRules
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """graphdef and params make the module (`nnx.merge`); param_specs is params' tree of PartitionSpec."""
+
+    graphdef: nnx.GraphDef
+    params: Tree
+    config: Any
+    model_class: type
+    param_specs: Tree
+
+
+def load_hf_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a model folder, a GGUF file or "demo" (the last two are converted to a folder first)."""
+    return read_folder_config(resolve_model_path(path))
+
+
+def load_generation_config(path: str | Path) -> dict[str, Any]:
+    """generation_config.json of the same; {} when there is none."""
+    return read_generation_config(resolve_model_path(path))
+
+
+def abstract_model(
+    config: Any, model_class: type, axes: ParallelAxes, dtype: jnp.dtype | str, quant: str | None = None
+) -> tuple[nnx.GraphDef, Tree, Tree]:
+    """(graphdef, params as ShapeDtypeStruct of global shapes, their PartitionSpecs): for planning and AOT compilation."""
+    graphdef, state = _abstract_state(config, model_class, axes, dtype, quant)
+    return graphdef, nnx.to_pure_dict(state), _nested({p: partition_spec(v, axes) for p, v in _variables(state)})
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: jnp.dtype | str,
+    quant: str | None = None,
+    mesh: Mesh | None = None,
+    axes: ParallelAxes = ParallelAxes(),  # noqa: B008 (frozen)
+    load_format: str = "auto",
+    config_overrides: dict[str, Any] | None = None,
+) -> LoadedModel:
+    """Loads the folder, GGUF file or "demo" at `path`.
+
+    dtype: float32, bfloat16 or float16; checkpoint floats are cast. quant: None, "int8", "int4" or "fp8" for the linear
+    layers. config_overrides: fields of the model's config that are ours to choose, such as `moe` (MoeOptions). mesh: devices to lay parameters over by `axes`; None: the default device. load_format "dummy": random weights,
+    only config.json is read.
+    Raises ValueError for an unknown model, option or dtype, and one listing all missing, unexpected and wrongly shaped tensors.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
+    folder = resolve_model_path(path)
+    hf = read_folder_config(folder)
+    model_class = registry.resolve(hf)
+    checkpoint_quantization(hf)
+    config = dataclasses.replace(model_class.config_from_hf(hf), **(config_overrides or {}))
+    graphdef, state = _abstract_state(config, model_class, axes, dtype, quant)
+    variables = dict(_variables(state))
+    place = _Placer(mesh, {p: partition_spec(v, axes) for p, v in variables.items()})
+    slots = {".".join(map(str, p)): Slot.of(".".join(map(str, p)), v) for p, v in variables.items()}
+    paths = {".".join(map(str, p)): p for p in variables}
+    if load_format == "dummy":
+        arrays = {paths[n]: place(paths[n], s.shape, lambda index, s=s: random_slice(s, index)) for n, s in slots.items()}
+    else:
+        with Checkpoint(folder) as checkpoint:
+            arrays = _load(checkpoint, model_class, model_class.weight_rules(config, axes), slots, paths, place, axes.tp)
+    return LoadedModel(graphdef, _nested(arrays), config, model_class, _nested(place.specs))
+
+
+def _abstract_state(
+    config: Any, model_class: type, axes: ParallelAxes, dtype: jnp.dtype | str, quant: str | None
+) -> tuple[nnx.GraphDef, nnx.State]:
+    if (name := jnp.dtype(dtype).name) not in DTYPES:
+        raise ValueError(f"dtype {name} is not supported; supported: {DTYPES}")
+    if quant is not None:
+        quant_format(quant)
+    module = nnx.eval_shape(lambda: model_class(config, axes=axes, dtype=jnp.dtype(dtype), quant=quant))
+    return nnx.split(module)
+
+
+def _variables(state: nnx.State) -> list[tuple[tuple, nnx.Variable]]:
+    return list(nnx.to_flat_state(state))
+
+
+def _nested(flat: dict[tuple, Any]) -> Tree:
+    tree: Tree = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def _load(
+    checkpoint: Checkpoint,
+    model_class: type,
+    weight_rules: WeightRules,
+    slots: dict[str, Slot],
+    paths: dict[str, tuple],
+    place: _Placer,
+    tp: int,
+) -> dict[tuple, jax.Array]:
+    scales = {name: f"{name}_scale" for name, slot in slots.items() if slot.quant is not None}
+    rules = {rule.target: rule for rule in weight_rules.rules}
+    _check_targets(model_class, rules, set(slots) - set(scales.values()))
+    jobs = [Materializer(checkpoint, r, slots[t], slots.get(scales.get(t, "")), tp) for t, r in rules.items()]
+    if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(checkpoint, weight_rules):
+        raise ValueError(f"{checkpoint.folder} does not fit {model_class.__name__}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    arrays: dict[tuple, jax.Array] = {}
+    for job in jobs:
+        path = paths[job.slot.path]
+        if job.scale_slot is None:
+            arrays[path] = place(path, job.slot.shape, lambda index, job=job: job.build(index)[0])
+        else:
+            scale_path = paths[job.scale_slot.path]
+            arrays[path], arrays[scale_path] = place.pair(path, job.slot.shape, scale_path, job.scale_slot.shape, job.build)
+        for name in job.rule.names():
+            checkpoint.release(name)
+    return arrays
+
+
+def _check_targets(model_class: type, rules: dict[str, Rule], wanted: set[str]) -> None:
+    """A model whose rules and parameters disagree is a programming error; it is named before anything is read."""
+    if rules.keys() != wanted:
+        without, unknown = sorted(wanted - rules.keys()), sorted(rules.keys() - wanted)
+        raise RuntimeError(f"{model_class.__name__}: parameters without a rule {without}, rules without a parameter {unknown}")
+
+
+def _unexpected(checkpoint: Checkpoint, weight_rules: WeightRules) -> list[str]:
+    known = {name for rule in weight_rules.rules for name in rule.names()}
+    known |= {f"{name}_scale_inv" for name in known}
+    return [f"unexpected {name}" for name in sorted(checkpoint.tensors.keys() - known) if not weight_rules.is_ignored(name)]
+
+
+class _Placer:
+    """Puts host slices on devices: whole on the default device without a mesh, else by each parameter's PartitionSpec."""
+
+    def __init__(self, mesh: Mesh | None, specs: dict[tuple, PartitionSpec]) -> None:
+        self.mesh, self.specs = mesh, specs
+
+    def __call__(self, path: tuple, shape: tuple[int, ...], build: Callable[[Index], np.ndarray]) -> jax.Array:
+        return self._place([(path, shape)], lambda indices: (build(indices[0]),))[0]
+
+    def pair(
+        self, path: tuple, shape: tuple[int, ...], scale_path: tuple, scale_shape: tuple[int, ...], build: Callable
+    ) -> tuple[jax.Array, jax.Array]:
+        """A quantised kernel and its scale, built together: `build(index, scale_index) -> (kernel, scale)`."""
+        return self._place([(path, shape), (scale_path, scale_shape)], lambda indices: build(*indices))
+
+    def _place(self, targets: list[tuple[tuple, tuple[int, ...]]], build: Callable) -> tuple[jax.Array, ...]:
+        if self.mesh is None:
+            parts = build([_whole(shape) for _, shape in targets])
+            return tuple(jax.block_until_ready([jax.device_put(part) for part in parts]))
+        shardings = [NamedSharding(self.mesh, self.specs[path]) for path, _ in targets]
+        maps = [s.addressable_devices_indices_map(shape) for s, (_, shape) in zip(shardings, targets, strict=True)]
+        built: dict[tuple, tuple[np.ndarray, ...]] = {}
+        placed: list[list[jax.Array]] = [[] for _ in targets]
+        for device in maps[0]:
+            indices = [_bounded(m[device], shape) for m, (_, shape) in zip(maps, targets, strict=True)]
+            key = tuple((s.start, s.stop) for index in indices for s in index)
+            if key not in built:
+                built[key] = build(indices)
+            for arrays, part in zip(placed, built[key], strict=True):
+                arrays.append(jax.device_put(part, device))
+        jax.block_until_ready(placed)
+        return tuple(
+            jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            for (_, shape), sharding, arrays in zip(targets, shardings, placed, strict=True)
+        )
+
+
+def _whole(shape: tuple[int, ...]) -> Index:
+    return tuple(slice(0, n) for n in shape)
+
+
+def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
