@@ -9,7 +9,7 @@ from jax import lax
 from .dispatch import dispatch
 
 SCALE_BLOCK = 128
-_ROW_TILE = 16
+_ROW_TILE_RANGE = (8, 64)
 
 
 def _check(op: str, x, w, group_sizes, w_scale) -> None:
@@ -74,13 +74,21 @@ def dequantize(w: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
     return (w.astype(jnp.float32) * scale.reshape(n, -1)).astype(dtype)
 
 
+def _row_tile(rows: int, groups: int) -> int:
+    """Rows per tile: about twice a group's mean share; single rows when most groups are empty or tiny (docs/decisions/004)."""
+    if rows <= groups:
+        return 1
+    low, high = _ROW_TILE_RANGE
+    return min(max(low, 1 << (2 * rows // groups - 1).bit_length()), high)
+
+
 def _for_row_tiles(x: jax.Array, group_sizes: jax.Array, width: int, apply) -> jax.Array:
     """Loop over live (group, row tile) pairs in row order; `apply(group, rows[B, K]) -> [B, width]`.
 
     Whole tiles are stored: rows past a group's end are overwritten by the next group's first tile.
     """
     m = x.shape[0]
-    tile = min(_ROW_TILE, max(1, m))
+    tile = _row_tile(m, group_sizes.size)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
     tile_ends = jnp.cumsum((group_sizes + tile - 1) // tile)
     item_group = jnp.searchsorted(tile_ends, jnp.arange(m // tile + group_sizes.size), side="right", method="compare_all")
