@@ -25,7 +25,9 @@ from deepinfer_jax.models.layers.placement import (
     physical_ids,
 )
 from deepinfer_jax.models.layers.router import RouterConfig, route
+from deepinfer_jax.models.rules import Rule
 
+TABLES = ("physical_to_logical", "logical_to_physical", "replica_count")
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -85,25 +87,21 @@ class InitialTable:
 
 
 class PlacementTable(nnx.Variable):
-    """Expert placement: data of the step, not a trained weight and not in any checkpoint. Metadata `make`: the start value."""
+    """Expert placement: data of the step, not a trained weight and not in any checkpoint. Metadata `init` makes the start value."""
 
 
 class ExpertPlacement(nnx.Module):
     """The tables of placement.Placement as arrays on device, replicated."""
 
     def __init__(self, num_experts: int, num_physical: int) -> None:
-        shapes = {
-            "physical_to_logical": (num_physical,),
-            "logical_to_physical": (num_experts, num_physical - num_experts + 1),
-            "replica_count": (num_experts,),
-        }
-        for name, shape in shapes.items():
-            make = InitialTable(name, num_experts, num_physical)
-            setattr(self, name, PlacementTable(jnp.zeros(shape, jnp.int32), make=make))
+        shapes = ((num_physical,), (num_experts, num_physical - num_experts + 1), (num_experts,))
+        for name, shape in zip(TABLES, shapes, strict=True):
+            init = InitialTable(name, num_experts, num_physical)
+            setattr(self, name, PlacementTable(jnp.zeros(shape, jnp.int32), init=init))
 
     def set(self, tables: Placement) -> None:
         """Replaces the tables (outside a trace). The weights must have been moved to match; ValueError on another shape."""
-        for name in ("physical_to_logical", "logical_to_physical", "replica_count"):
+        for name in TABLES:
             new, old = getattr(tables, name), getattr(self, name)
             if new.shape != old[...].shape:
                 raise ValueError(f"{name} has shape {new.shape}, the model was built for {old[...].shape}")
@@ -165,3 +163,19 @@ class MoE(nnx.Module):
     def _shared(self, x: jax.Array) -> jax.Array | None:
         """This tp rank's share of the shared experts' output: summed over tp together with the routed part, in one all-reduce."""
         return None if self.shared is None else self.shared.down.matmul(swiglu(self.shared.gate_up(x)))
+
+
+def moe_rules(target: str, source: str, router: RouterConfig, axes: ParallelAxes, options: MoeOptions) -> list[Rule]:
+    """Rules of a `MoE` at `target` (without its shared experts) from `source`.gate and `source`.experts.{e}.*_proj."""
+    num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
+    slots = tuple(initial_physical_to_logical(router.num_experts, num_physical).tolist())
+    expert = f"{source}.experts.{{e}}"
+    rules = [
+        Rule(f"{target}.gate", (f"{source}.gate.weight",)),
+        Rule(f"{target}.experts.gate_up", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"), experts=slots),
+        Rule(f"{target}.experts.down", (f"{expert}.down_proj.weight",), experts=slots),
+    ]
+    for name in TABLES:
+        table = InitialTable(name, router.num_experts, num_physical)
+        rules.append(Rule(f"{target}.placement.{name}", (), transform=table))
+    return rules + ([Rule(f"{target}.gate_bias", (f"{source}.gate.e_score_correction_bias",))] if router.bias else [])
