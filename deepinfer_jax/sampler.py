@@ -157,19 +157,36 @@ def sample(logits: jax.Array, state: SamplingState, positions: jax.Array, *, max
     chosen (the number of tokens before it); max_logprobs: static width N of the top log-probabilities.
     """
     logits = logits.astype(jnp.float32)
-    processed = _process(logits, state, positions)
-    peak = jnp.max(processed, axis=-1)
-    greedy = _first_equal(processed, peak)
-    random_rows = state.temperature >= GREEDY_TEMPERATURE
+    # The plain greedy token is computed outside the cond: XLA:CPU runs the inside of a cond on one thread.
     tokens = lax.cond(
-        jnp.any(random_rows),
-        lambda: jnp.where(random_rows, _draw(processed, peak, state, positions), greedy),
-        lambda: greedy,
+        _any_processing(state, positions) | jnp.any(_random_rows(state)),
+        lambda greedy: _choose(_process(logits, state, positions), state, positions),
+        lambda greedy: greedy,
+        _greedy(logits),
     )
-    # A vectorised max may lose a NaN (seen on CPU), hence the second test; a peak of -inf: every token is banned.
-    broken = ~jnp.isfinite(peak) | jnp.any(jnp.isnan(processed), axis=-1)
-    tokens = jnp.where(broken, ERROR_TOKEN, tokens)
     return SampleResult(tokens, *_logprobs(logits, tokens, state.num_logprobs, max_logprobs))
+
+
+def _greedy(logits: jax.Array) -> jax.Array:
+    """i32 [R]: the most likely token of each row, the lowest id among equals, ERROR_TOKEN where the logits are broken."""
+    peak = jnp.max(logits, axis=-1)
+    # A vectorised max may lose a NaN (seen on CPU), hence the second test; a peak of -inf: every token is banned.
+    broken = ~jnp.isfinite(peak) | jnp.any(jnp.isnan(logits), axis=-1)
+    # The lowest id at the peak; jnp.argmax is 4 to 15 times slower on CPU.
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.min(jnp.where(logits == peak[:, None], ids, logits.shape[1]), axis=-1)
+    return jnp.where(broken, ERROR_TOKEN, first)
+
+
+def _choose(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
+    """i32 [R]: the greedy or drawn token of each row of processed logits, or ERROR_TOKEN."""
+    greedy = _greedy(logits)
+    draw = _random_rows(state) & (greedy != ERROR_TOKEN)
+    return lax.cond(jnp.any(draw), lambda: jnp.where(draw, _draw(logits, state, positions), greedy), lambda: greedy)
+
+
+def _random_rows(state: SamplingState) -> jax.Array:
+    return state.temperature >= GREEDY_TEMPERATURE
 
 
 def prompt_logprobs(logits: jax.Array, targets: jax.Array, num: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -208,27 +225,29 @@ def _logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, num: int)
     return lax.cond(jnp.any(wanted >= 0), compute, lambda: nothing)
 
 
-def _first_equal(values: jax.Array, peak: jax.Array) -> jax.Array:
-    """The lowest id at which values [R, V] equals peak [R]. (jnp.argmax is 4 to 15 times slower on CPU.)"""
-    ids = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    return jnp.min(jnp.where(values == peak[:, None], ids, values.shape[1]), axis=-1)
+def _banned(state: SamplingState, positions: jax.Array) -> jax.Array:
+    return (positions < state.min_len)[:, None] & (state.eos_ids >= 0)
+
+
+def _penalised(state: SamplingState) -> jax.Array:
+    return (state.repetition_penalty != 1) | (state.presence_penalty != 0) | (state.frequency_penalty != 0)
+
+
+def _any_processing(state: SamplingState, positions: jax.Array) -> jax.Array:
+    wanted = jnp.any(state.bias_ids >= 0) | jnp.any(_banned(state, positions))
+    return wanted if state.output_counts is None else wanted | jnp.any(_penalised(state))
 
 
 def _process(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
     """Bias, min_tokens ban and penalties."""
     rows, vocab = logits.shape
     index = jnp.arange(rows)[:, None]
-    if state.bias_ids.shape[1]:
-        ids = _drop_negative(state.bias_ids, vocab)
-        logits = lax.cond(jnp.any(ids < vocab), lambda x: x.at[index, ids].add(state.bias_vals, mode="drop"), lambda x: x, logits)
-    if state.eos_ids.shape[1]:
-        banned = (positions < state.min_len)[:, None] & (state.eos_ids >= 0)
-        ids = jnp.where(banned, state.eos_ids, vocab)
-        logits = lax.cond(jnp.any(banned), lambda x: x.at[index, ids].set(-jnp.inf, mode="drop"), lambda x: x, logits)
+    logits = logits.at[index, _drop_negative(state.bias_ids, vocab)].add(state.bias_vals, mode="drop")
+    banned = jnp.where(_banned(state, positions), state.eos_ids, vocab)
+    logits = logits.at[index, banned].set(-jnp.inf, mode="drop")
     if state.output_counts is None:
         return logits
-    wanted = (state.repetition_penalty != 1) | (state.presence_penalty != 0) | (state.frequency_penalty != 0)
-    return lax.cond(jnp.any(wanted), lambda x: _penalise(x, state), lambda x: x, logits)
+    return lax.cond(jnp.any(_penalised(state)), lambda x: _penalise(x, state), lambda x: x, logits)
 
 
 def _penalise(logits: jax.Array, state: SamplingState) -> jax.Array:
@@ -247,60 +266,62 @@ def _penalise(logits: jax.Array, state: SamplingState) -> jax.Array:
 # ---- the random draw ------------------------------------------------------------------------------------------------
 
 
-def _draw(logits: jax.Array, peak: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
+def _draw(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.Array:
     """Inverse CDF over the kept tokens, in id order, in integers."""
-    mass, weights = _fixed_point(logits, peak, state.temperature)
-    top_k = jnp.where((state.top_k > 0) & (state.top_k < logits.shape[1]), state.top_k, logits.shape[1])
-    cut_k, cut_p, cut_min = jnp.any(top_k < logits.shape[1]), jnp.any(state.top_p < 1), jnp.any(state.min_p > 0)
+    vocab = logits.shape[1]
+    mass, weights = _fixed_point(logits, state.temperature)
+    top_k = jnp.where((state.top_k > 0) & (state.top_k < vocab), state.top_k, vocab)
+    cut_k, cut_p, cut_min = jnp.any(top_k < vocab), jnp.any(state.top_p < 1), jnp.any(state.min_p > 0)
 
     def restrict(mass):
         keys = lax.optimization_barrier(_order_key(logits))
-        best = lax.top_k(logits, min(CANDIDATES, logits.shape[1]))[1]
+        best = lax.top_k(logits, min(CANDIDATES, vocab))[1]
         mass = lax.cond(cut_k, lambda m: _keep_top_k(m, keys, best, top_k), lambda m: m, mass)
-        return lax.cond(cut_p, lambda m: _keep_top_p(m, keys, best, state.top_p), lambda m: m, mass)
+        mass = lax.cond(cut_p, lambda m: _keep_top_p(m, keys, best, state.top_p), lambda m: m, mass)
+        # weights are relative to the most likely token, which is what min-p compares with (arXiv:2407.01082).
+        return jnp.where(weights >= state.min_p[:, None], mass, 0)
 
-    mass = lax.cond(cut_k | cut_p, restrict, lambda m: m, mass)
-    # weights are relative to the most likely token, which is what min-p compares with (arXiv:2407.01082).
-    mass = lax.cond(cut_min, lambda m: jnp.where(weights >= state.min_p[:, None], m, 0), lambda m: m, mass)
-    total = jnp.sum(mass, axis=-1)
-    high, low = threefry2x32_p.bind(state.seed[:, 0], state.seed[:, 1], positions.astype(jnp.uint32), jnp.zeros_like(total))
-    return _locate(mass, _scale_down(high, low, total))
+    def finish(mass):
+        blocks = _blocks(mass)
+        ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+        zero = jnp.zeros(mass.shape[0], jnp.uint32)
+        random = threefry2x32_p.bind(state.seed[:, 0], state.seed[:, 1], positions.astype(jnp.uint32), zero)
+        return _locate(blocks, ends, _scale_down(*random, ends[:, -1]))
+
+    return lax.cond(cut_k | cut_p | cut_min, lambda m: finish(restrict(m)), finish, mass)
 
 
-def _fixed_point(logits: jax.Array, peak: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _fixed_point(logits: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(softmax(logits / temperature) as u32 [R, V] with a total of 2**31 up to rounding, exp((logits - peak) / temperature)).
 
     The normaliser is itself summed in integers, so that it does not depend on the order of summation.
     """
+    peak = jnp.max(logits, axis=-1, keepdims=True)
     temperature = jnp.where(temperature >= GREEDY_TEMPERATURE, temperature, 1.0)
-    weights = lax.optimization_barrier(jnp.exp((logits - peak[:, None]) / temperature[:, None]))
-    sums = _block_sums(jnp.round(weights * 2.0**24).astype(jnp.uint32))
+    # Materialised once, like the mass: recomputing in another fusion might round differently, and sums must agree.
+    weights = lax.optimization_barrier(jnp.exp((logits - peak) / temperature[:, None]))
+    sums = jnp.sum(_blocks(_round_to_u32(weights * 2.0**24)), axis=-1)
     high, low = jnp.sum(sums >> 16, axis=-1), jnp.sum(sums & 0xFFFF, axis=-1)
-    total = high.astype(jnp.float32) * 65536.0 + low.astype(jnp.float32)
-    scale = 2.0**55 / total
-    # Materialised once: recomputing the products in another fusion might round differently, and prefix sums must agree.
-    return lax.optimization_barrier(jnp.round(weights * scale[:, None]).astype(jnp.uint32)), weights
+    scale = 2.0**55 / (high.astype(jnp.float32) * 65536.0 + low.astype(jnp.float32))
+    return lax.optimization_barrier(_round_to_u32(weights * scale[:, None])), weights
 
 
-def _block_sums(values: jax.Array) -> jax.Array:
-    """u32 [R, V] -> sums over blocks of BLOCK entries, [R, ceil(V / BLOCK)]."""
-    values = _pad_to_blocks(values)
-    return jnp.sum(values.reshape(values.shape[0], -1, BLOCK), axis=-1)
+def _round_to_u32(values: jax.Array) -> jax.Array:
+    return jnp.round(values).astype(jnp.uint32)
 
 
-def _pad_to_blocks(values: jax.Array) -> jax.Array:
+def _blocks(values: jax.Array) -> jax.Array:
+    """[R, V] -> [R, ceil(V / BLOCK), BLOCK], padded with zeros."""
     pad = -values.shape[1] % BLOCK
-    return jnp.pad(values, ((0, 0), (0, pad))) if pad else values
+    values = jnp.pad(values, ((0, 0), (0, pad))) if pad else values
+    return values.reshape(values.shape[0], -1, BLOCK)
 
 
-def _locate(mass: jax.Array, target: jax.Array) -> jax.Array:
-    """The index i with sum(mass[:i]) <= target < sum(mass[:i + 1]), for mass u32 [R, V], target u32 [R]."""
-    mass = _pad_to_blocks(mass)
-    blocks = mass.reshape(mass.shape[0], -1, BLOCK)
-    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+def _locate(blocks: jax.Array, ends: jax.Array, target: jax.Array) -> jax.Array:
+    """The index i with sum(mass[:i]) <= target < sum(mass[:i + 1]), for mass u32 in blocks and their running sums `ends`."""
     block = jnp.sum(ends <= target[:, None], axis=-1)
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=-1)[:, 0], 0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1, mode="clip")[:, 0]
     offset = jnp.sum(jnp.cumsum(inside, axis=-1) <= (target - before)[:, None], axis=-1)
     return (block * BLOCK + offset).astype(jnp.int32)
 
@@ -313,7 +334,7 @@ def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _scale_down(high: jax.Array, low: jax.Array, total: jax.Array) -> jax.Array:
-    """floor((high * 2**32 + low) / 2**64 * total): uniform in [0, total) up to 2**-32 relative."""
+    """floor((high * 2**32 + low) / 2**64 * total): uniform in [0, total)."""
     product = high * total
     carry = (product + _multiply_high(low, total) < product).astype(jnp.uint32)
     return _multiply_high(high, total) + carry
@@ -345,7 +366,8 @@ def _cut(mass: jax.Array, keys: jax.Array, threshold: jax.Array, num_ties: jax.A
     ties = keys == threshold[:, None]
 
     def split(_):
-        last = _locate(ties.astype(jnp.uint32), num_ties - 1)
+        blocks = _blocks(ties.astype(jnp.uint32))
+        last = _locate(blocks, jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1), num_ties - 1)
         return ties & (lax.broadcasted_iota(jnp.int32, keys.shape, 1) <= last[:, None])
 
     unsplit = jnp.all(jnp.sum(ties, axis=-1, dtype=jnp.uint32) <= num_ties)
