@@ -80,8 +80,8 @@ def load_model(
     """Loads the folder, GGUF file or "demo" at `path`.
 
     dtype: float32, bfloat16 or float16; checkpoint floats are cast. quant: None, "int8", "int4" or "fp8" for the linear
-    layers. config_overrides: fields of the model's config that are ours to choose, such as `moe` (MoeOptions). mesh: devices to lay parameters over by `axes`; None: the default device. load_format "dummy": random weights,
-    only config.json is read.
+    layers. mesh: devices to lay parameters over by `axes`; None: the default device. load_format "dummy": random weights,
+    only config.json is read. config_overrides: fields of the model's config that are ours to choose, such as `moe` (MoeOptions).
     Raises ValueError for an unknown model, option or dtype, and one listing all missing, unexpected and wrongly shaped tensors.
     """
     if load_format not in LOAD_FORMATS:
