@@ -48,6 +48,7 @@ class IncrementalDetokenizer:
         self._matcher = StopMatcher(stop, include_stop=include_stop_str_in_output)
         self._min_tokens = min_tokens
         self._parts: list[str] = []
+        self._taken = 0  # entries of _parts that take_text has returned
         self._finished = False
         self.num_tokens = 0
 
@@ -65,13 +66,17 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return "".join(self._parts)
 
     @property
     def stop_reason(self) -> str | None:
         return self._matcher.matched
+
+    def take_text(self) -> str:
+        """What was released since the previous call: the text of a DELTA output, without copying all that came before."""
+        text = "".join(self._parts[self._taken :])
+        self._taken = len(self._parts)
+        return text
 
     def push(self, token_ids: Sequence[int], *, last_is_stop_token: bool = False) -> str:
         """Adds generated tokens and returns the text they release ("" after a stop string).
@@ -108,6 +113,7 @@ class IncrementalDetokenizer:
             "num_tokens": self.num_tokens,
             "finished": self._finished,
             "text": self.text,
+            "taken": sum(map(len, self._parts[: self._taken])),
         }
 
     @classmethod
@@ -118,7 +124,8 @@ class IncrementalDetokenizer:
         self._matcher.load_state_dict(state["matcher"])
         self.num_tokens = state["num_tokens"]
         self._finished = state["finished"]
-        self._parts = [state["text"]] if state["text"] else []
+        self._parts = [state["text"][: state["taken"]], state["text"][state["taken"] :]]
+        self._taken = 1
         return self
 
     def _release(self, text: str) -> str:

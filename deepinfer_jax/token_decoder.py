@@ -179,6 +179,13 @@ class WindowDecoder:
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str | None:
     """A token's own text, leading space kept, malformed UTF-8 as U+FFFD; None for an id past the vocabulary."""
+    texts = tokenizer.token_texts
+    if token_id not in texts:
+        texts[token_id] = _token_text(tokenizer, token_id)
+    return texts[token_id]
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str | None:
     piece = tokenizer.id_to_token(token_id)
     if piece is None:
         return None

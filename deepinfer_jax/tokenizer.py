@@ -22,6 +22,7 @@ class Tokenizer:
       name: where it was loaded from; used in messages.
       eos_token_ids: ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own.
       special_tokens: name ("bos_token", ...) -> text, as chat templates see them.
+      token_texts: texts of single tokens met so far (deepinfer_jax.token_decoder.token_text fills it).
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Tokenizer:
         self.pad_token_id = self._special_id("pad_token")
         own_eos = self._special_id("eos_token")
         self.eos_token_ids = tuple(eos_token_ids) or (() if own_eos is None else (own_eos,))
+        self.token_texts: dict[int, str | None] = {}
         self._add_bos = self._bos_correction(config.get("add_bos_token"))
         self.chat_templates = {k: ChatTemplate(v, f"{name}: chat template {k!r}") for k, v in (chat_templates or {}).items()}
 

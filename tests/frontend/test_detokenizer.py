@@ -226,6 +226,18 @@ def test_state_moves_to_another_process_at_any_token(text, cut, tokenizer):
     assert (second.stop_reason, second.num_tokens) == (whole.stop_reason, whole.num_tokens)
 
 
+def test_take_text_returns_what_is_new_also_after_a_move():
+    detok = IncrementalDetokenizer(BYTES)
+    assert detok.take_text() == ""
+    detok.push(BYTES.encode("ab"))
+    detok.push(BYTES.encode("c"))
+    assert (detok.take_text(), detok.take_text(), detok.text) == ("abc", "", "abc")
+    detok.push(BYTES.encode("de"))
+    moved = IncrementalDetokenizer.from_state_dict(BYTES, detok.state_dict())
+    moved.push(BYTES.encode("f"))
+    assert (moved.take_text(), moved.text) == ("def", "abcdef")
+
+
 def test_for_request_takes_the_sampling_parameters():
     params = SamplingParams(stop="b", include_stop_str_in_output=True)
     detok = IncrementalDetokenizer.for_request(BYTES, [], params)
