@@ -1,0 +1,89 @@
+"""What the Mosaic GPU kernels share: shared-memory types, tile products, masks, and where the interpreter needs another route.
+
+The GPU interpreter runs neither `pl.run_state` over an accumulator nor a matrix operand held in registers; `add_product` and
+`add_weighted` take the accumulator out of place and the operand through shared memory there. All else is the same code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # rows of one wgmma
+NEVER = -1e30  # a score no key can reach: exp2 of it is 0, and NEVER - NEVER is 0 rather than NaN
+
+
+def matrix_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> plgpu.SMEM:
+    """Shared memory for a wgmma operand: 8-row tiles of one swizzle span (128, 64 or 32 bytes) each."""
+    bytes_per_row = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if bytes_per_row % s == 0)
+    return plgpu.SMEM(shape, dtype, transforms=matrix_transforms(dtype, swizzle))
+
+
+def matrix_transforms(dtype: jnp.dtype, swizzle: int = 128) -> tuple:
+    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def product(a, b) -> jax.Array:
+    """a[64, K] @ b[K, N] -> f32 [64, N] in registers."""
+
+    def body(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def add_product(acc: jax.Array, a, b, interpret: bool) -> jax.Array:
+    """acc + a @ b, accumulating in place on a GPU."""
+    if interpret:
+        return acc + product(a, b)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def add_weighted(acc: jax.Array, weights: jax.Array, v, scratch, interpret: bool) -> jax.Array:
+    """acc + weights[64, K] @ v[K, N] with the weights rounded to v's dtype; scratch: shared memory, used by the interpreter only."""
+    weights = weights.astype(v.dtype)
+    if interpret:
+        scratch[...] = weights
+        plgpu.commit_smem()
+        return acc + product(scratch, v)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v))(plgpu.ACC.init(acc))
+
+
+def wgmma_full(shape: tuple[int, ...], value: float) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def row_full(rows: int, value: float) -> jax.Array:
+    """f32 [rows], laid out as the row reduction of a wgmma accumulator."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def zero_dead_rows(ref, live) -> None:
+    """Zero the rows of ref[K, N] from `live` on: what lies there may be NaN, and 0 * NaN would reach the result."""
+    rows = iota(ref.shape, 0)
+    value = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+    ref[...] = jnp.where(rows < live, value.astype(jnp.float32), 0.0).astype(ref.dtype)
+
+
+def online_softmax(scores: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One tile of the running softmax in base 2 -> (weights, factor for what was summed so far, new top, new total)."""
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - over_rows(new_top, scores.shape))
+    keep = jnp.exp2(top - new_top)
+    return weights, keep, new_top, total * keep + jnp.sum(weights, axis=1)
