@@ -1,0 +1,63 @@
+# make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
+# make test    the test suite
+# make lint    ruff
+# make fuzz    the scheduler's property tests, many more steps than in `make test`
+# make aot     compile the kernels and step programs for NVIDIA targets, without a GPU
+# make venv    only the virtual environment, with the development tools
+# make clean   remove the virtual environment and build products
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter; VENV=dir the environment's place.
+
+SHELL := bash
+.DELETE_ON_ERROR:
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PYTEST_ARGS ?= -n 2 --dist worksteal
+
+.PHONY: help demo test lint fuzz aot venv clean
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(VENV)/.run-installed
+	$(PY) -m deepinfer_jax generate --model demo --input examples/demo_prompts.txt --max-tokens 64
+
+test: $(VENV)/.dev-installed
+	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev-installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+fuzz: $(VENV)/.dev-installed
+	JAX_PLATFORMS=cpu HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest $(PYTEST_ARGS) tests/scheduler
+
+aot: $(VENV)/.dev-installed
+	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) tests/aot
+
+venv: $(VENV)/.dev-installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The first Python >= 3.12 among these; a name that exists but does not run (a version manager's shim) is passed over.
+CANDIDATES = $(if $(PYTHON),$(PYTHON),python3.13 python3.12 python3 python)
+$(PY):
+	@for p in $(CANDIDATES); do \
+	  if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
+	    echo "creating $(VENV) with $$("$$p" --version)"; exec "$$p" -m venv "$(VENV)"; \
+	  fi; \
+	  found="$$found$$("$$p" --version 2>/dev/null | sed "s|^|  $$p: |")"$$'\n'; \
+	done; \
+	echo "DeepInfer-JAX needs Python 3.12 or newer, and none of these is: $(CANDIDATES)" >&2; \
+	echo -n "$$found" | sed '/^$$/d' >&2; \
+	echo "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3.12" >&2; exit 1
+
+# Installed again only when pyproject.toml has changed; sources are used in place (editable).
+$(VENV)/.run-installed: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.dev-installed: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.run-installed
