@@ -15,6 +15,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 from deepinfer_jax import __version__
 from deepinfer_jax.cli import common
 from deepinfer_jax.config import EngineArgs, EngineConfig
@@ -92,7 +94,7 @@ def _model_section(model_class: type, model_config: Any, config: EngineConfig) -
         "max_position_embeddings": model_config.max_position_embeddings,
         "parameters": sum(math.prod(p.shape) for p in params),
         "weight_bytes": sum(math.prod(p.shape) * p.dtype.itemsize for p in params),
-        "dtype": config.dtype.__name__ + (f", {config.quantization}" if config.quantization else ""),
+        "dtype": np.dtype(config.dtype).name + (f", {config.quantization}" if config.quantization else ""),
     }
 
 
@@ -103,7 +105,9 @@ def _cache_section(model_class: type, model_config: Any, config: EngineConfig) -
     specs = model_class.cache_specs(model_config, config.axes, config.kv_dtype)
     block = kv_cache.bytes_per_block(specs, config.axes, config.block_size)
     return {
-        "paged": "; ".join(f"{s.name} {s.layers} x {list(s.entry_shape)} {s.dtype.__name__}" for s in specs if isinstance(s, PagedCache)),
+        "paged": "; ".join(
+            f"{s.name} {s.layers} x {list(s.entry_shape)} {np.dtype(s.dtype).name}" for s in specs if isinstance(s, PagedCache)
+        ),
         "block_size": config.block_size,
         "bytes_per_token": block // config.block_size,
         "bytes_per_block": block,

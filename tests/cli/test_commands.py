@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -235,8 +237,6 @@ def test_engine_flags_reach_the_llm():
 
 
 def parsed(*argv: str):
-    import argparse
-
     parser = argparse.ArgumentParser()
     common.add_sampling_flags(parser, {})
     common.add_engine_flags(parser)
@@ -258,13 +258,13 @@ def test_info_lists_versions_and_devices(capsys):
 
 
 def test_info_of_a_model(capsys, golden_llama):
-    assert run("info", "--model", golden_llama, "--json", "--block-size", "8") == 0
+    assert run("info", "--model", str(golden_llama), "--json", "--block-size", "8") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["class"] == "Llama"
-    config = json.loads(open(f"{golden_llama}/config.json").read())
+    config = json.loads((golden_llama / "config.json").read_text())
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
     assert found["caches"]["bytes_per_token"] == per_token and found["caches"]["bytes_per_block"] == 8 * per_token
-    assert run("info", "--model", golden_llama) == 0
+    assert run("info", "--model", str(golden_llama)) == 0
     assert "bytes_per_token" in capsys.readouterr().out
 
 
@@ -275,9 +275,7 @@ def test_info_of_no_model(capsys):
 
 @pytest.fixture
 def golden_llama():
-    from pathlib import Path
-
-    return str(Path(__file__).parents[1] / "golden" / "llama")
+    return Path(__file__).parents[1] / "golden" / "llama"
 
 
 def test_the_module_runs_and_help_loads_no_jax():
