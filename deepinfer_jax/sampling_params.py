@@ -60,9 +60,9 @@ class SamplingParams:
     min_tokens: int = 0
     """EOS and stop tokens cannot be sampled, and stop strings do not count, until so many tokens are generated."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the request when generated; kept as a tuple."""
+    """Strings that end the request when generated. Kept as a tuple."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the request when generated, beside the model's EOS ids; kept as a tuple."""
+    """Token ids that end the request when generated, beside the model's EOS ids. Kept as a tuple."""
     ignore_eos: bool = False
     """Go on after an EOS token (stop_token_ids still count)."""
     include_stop_str_in_output: bool = False

@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         return _no_command(argv)
     module = command.load()
+    prog = f"deepinfer-jax {command.name}"
     parser = argparse.ArgumentParser(
-        prog=f"deepinfer-jax {command.name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, usage=f"{prog} [options]", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     module.add_arguments(parser)

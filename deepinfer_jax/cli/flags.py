@@ -36,7 +36,7 @@ def add_dataclass_flags(
         if field.name in skip:
             continue
         default = (defaults or {}).get(field.name, _default(field))
-        text = help_texts.get(field.name, "")
+        text = _as_help(help_texts.get(field.name, ""))
         shown = "" if default is None or default == () or default == {} else f" (default: {_show(default)})"
         group.add_argument(
             _flag(field.name),
@@ -61,6 +61,12 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[field.target.id] = inspect.cleandoc(after.value.value).split("\n\n")[0].replace("\n", " ")
     return docs
+
+
+def _as_help(sentence: str) -> str:
+    """ "Keep the k best." -> "keep the k best", "EOS ids." -> "EOS ids"."""
+    sentence = sentence.removesuffix(".")
+    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
 
 
 def _flag(name: str) -> str:

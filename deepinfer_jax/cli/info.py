@@ -105,15 +105,17 @@ def _cache_section(model_class: type, model_config: Any, config: EngineConfig) -
     specs = model_class.cache_specs(model_config, config.axes, config.kv_dtype)
     block = kv_cache.bytes_per_block(specs, config.axes, config.block_size)
     return {
-        "paged": "; ".join(
-            f"{s.name} {s.layers} x {list(s.entry_shape)} {np.dtype(s.dtype).name}" for s in specs if isinstance(s, PagedCache)
-        ),
+        "paged": "; ".join(_spec_text(s) for s in specs if isinstance(s, PagedCache)),
         "block_size": config.block_size,
         "bytes_per_token": block // config.block_size,
         "bytes_per_block": block,
         "max_model_len": config.max_model_len,
         "bytes_per_longest_sequence": config.max_pages * block,
     }
+
+
+def _spec_text(spec: Any) -> str:
+    return f"{spec.name} {spec.layers} x {list(spec.entry_shape)} {np.dtype(spec.dtype).name}"
 
 
 def _as_text(sections: dict[str, dict[str, Any]]) -> str:

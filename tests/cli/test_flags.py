@@ -80,8 +80,8 @@ def test_help_comes_from_the_class(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--count INT How many. --size" in text
-    assert "100% of it. (default: 0.5)" in text
+    assert "--count INT how many --size" in text
+    assert "100% of it (default: 0.5)" in text
     assert "--colour RED|BLUE (default: RED)" in text
 
 
