@@ -1,0 +1,221 @@
+"""EngineArgs: what a user may set. EngineConfig: the frozen, validated result, one field per decision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from deepinfer_jax import environ
+from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.scheduler.config import SchedulerConfig
+from deepinfer_jax.scheduler.roles import EngineType, RolePolicy
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+QUANTISATIONS = (None, "int8", "int4", "fp8")
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass
+class EngineArgs:
+    """Arguments of an engine, with the reference's names where it has them.
+
+    model: a Hugging Face folder, a .gguf file, or "demo". Sizes are tokens, sequences or blocks; memory is bytes.
+    engine_type takes an EngineType, its name or its integer value.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+    served_model_name: str = "deepinfer-model"
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    seed: int = 0
+    engine_type: EngineType | str | int = EngineType.NORMAL
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    device_memory_bytes: int | None = None
+    chunked_prefill: bool = False
+    stop_preempted_request: bool = True
+    enable_prefix_caching: bool = False
+    data_parallel_size: int = 0
+    expert_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    num_redundant_experts: int = 0
+    moe_dispatch: str = "auto"
+    zero_overhead_scheduling: bool | None = None
+    num_decode_steps: int = 1
+    max_logprobs: int = 20
+    enable_penalties: bool = True
+    prefill_buckets: tuple[int, ...] | None = None
+    decode_buckets: tuple[int, ...] | None = None
+    warm_up: bool = True
+    compilation_cache: bool = True
+    strict_compiles: bool = False
+    disable_log_stats: bool = False
+    metrics_port: int | None = None
+    scheduler_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine_type = parse_engine_type(self.engine_type)
+        if self.tokenizer is None:
+            self.tokenizer = self.model
+        policy = self.engine_type.policy
+        environ.set_default("ZERO_OVERHEAD_SCHEDULING", policy.default_zero_overhead_scheduling)
+        environ.set_default("USE_MULTIMODAL_POOL", policy.default_multimodal_pool)
+
+
+def parse_engine_type(value: EngineType | str | int) -> EngineType:
+    """EngineType.PROMPT, "prompt", "PROMPT" or 1 -> EngineType.PROMPT; anything else is a ValueError."""
+    try:
+        return EngineType[value.upper()] if isinstance(value, str) else EngineType(value)
+    except (KeyError, ValueError):
+        known = ", ".join(f"{t.name}={t.value}" for t in EngineType)
+        raise ValueError(f"unknown engine_type {value!r}; known: {known}") from None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine decides at construction. Built by `EngineConfig.resolve`, never changed afterwards."""
+
+    args: EngineArgs
+    role: EngineType
+    axes: ParallelAxes
+    context_parallel_size: int
+    dtype: Any
+    kv_dtype: Any
+    quantization: str | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    zos: bool
+    nextn: int
+    prefill_buckets: tuple[int, ...]
+    decode_buckets: tuple[int, ...]
+
+    @property
+    def policy(self) -> RolePolicy:
+        return self.role.policy
+
+    @property
+    def runtime_max_model_len(self) -> int:
+        """Exclusive bound of every position, optimistic draft and in-flight rows included."""
+        return self.max_model_len + self.nextn + (self.nextn + 1 if self.zos else 0) + self.nextn
+
+    @property
+    def max_pages(self) -> int:
+        return math.ceil((self.runtime_max_model_len + 1) / self.block_size)
+
+    @classmethod
+    def resolve(cls, args: EngineArgs, model_config: Any) -> EngineConfig:
+        """Check `args` against the model and the role; raises ValueError with the value and the limit."""
+        role = parse_engine_type(args.engine_type)
+        policy = role.policy
+        axes = _axes(args)
+        if args.context_parallel_size != 1:
+            if not policy.allows_context_parallel:
+                raise ValueError(
+                    f"a {role.name} engine refuses context parallelism, got context_parallel_size={args.context_parallel_size}"
+                )
+            raise ValueError(f"context_parallel_size must be 1 with the models here, got {args.context_parallel_size}")
+        if args.quantization not in QUANTISATIONS:
+            raise ValueError(f"unknown quantization {args.quantization!r}; known: {QUANTISATIONS}")
+        if not 0 < args.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}")
+        for name in ("max_num_seqs", "block_size", "num_decode_steps"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
+        nextn = 0  # no draft head is loaded by the models here; the scheduler takes any number
+        limit = model_config.max_position_embeddings
+        max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+        if not 1 < max_model_len <= limit:
+            raise ValueError(f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings), got {max_model_len}")
+        batched = args.max_num_batched_tokens or max(max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + nextn))
+        zos = environ.get_bool("ZERO_OVERHEAD_SCHEDULING") if args.zero_overhead_scheduling is None else args.zero_overhead_scheduling
+        dtype = _dtype("dtype", args.dtype)
+        return cls(
+            args=args,
+            role=role,
+            axes=axes,
+            context_parallel_size=args.context_parallel_size,
+            dtype=dtype,
+            kv_dtype=dtype if args.kv_cache_dtype == "auto" else _dtype("kv_cache_dtype", args.kv_cache_dtype),
+            quantization=args.quantization,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=batched,
+            max_num_seqs=args.max_num_seqs,
+            block_size=args.block_size,
+            zos=zos,
+            nextn=nextn,
+            prefill_buckets=_buckets("prefill_buckets", args.prefill_buckets, 16, batched) if policy.does_prefill else (),
+            decode_buckets=_buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs) if policy.does_decode else (),
+        )
+
+    def scheduler_config(self, num_blocks: int) -> SchedulerConfig:
+        """The scheduler's view of this engine, one per DP rank."""
+        a = self.args
+        return SchedulerConfig(
+            role=self.role,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            chunked_prefill=a.chunked_prefill,
+            stop_preempted_request=a.stop_preempted_request,
+            nextn=self.nextn,
+            zos=self.zos,
+            context_parallel_size=self.context_parallel_size,
+            enable_prefix_caching=a.enable_prefix_caching,
+            **a.scheduler_options,
+        )
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return dataclasses.replace(self, **changes)
+
+
+def _axes(args: EngineArgs) -> ParallelAxes:
+    dp = args.data_parallel_size or max(1, args.expert_parallel_size // args.context_parallel_size)
+    return ParallelAxes(dp=dp, ep=args.expert_parallel_size, tp=args.tensor_parallel_size)
+
+
+def _dtype(name: str, value: str) -> Any:
+    if value == "auto":
+        import jax
+
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if value not in DTYPES:
+        raise ValueError(f"unknown {name} {value!r}; known: auto, {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def bucket_sizes(smallest: int, largest: int) -> tuple[int, ...]:
+    """Powers of two and the midpoints between them, up to `largest` itself: neighbours differ by at most 1.5x.
+
+    16, 100 -> (16, 24, 32, 48, 64, 96, 100). With sizes spread evenly the mean padding is about 17 %.
+    """
+    sizes, base = set(), smallest
+    while base < largest:
+        sizes.update(s for s in (base, base + base // 2) if s < largest)
+        base *= 2
+    return (*sorted(sizes), largest)
+
+
+def _buckets(name: str, given: tuple[int, ...] | None, smallest: int, largest: int) -> tuple[int, ...]:
+    if given is None:
+        return bucket_sizes(smallest, largest)
+    sizes = tuple(sorted(set(given)))
+    if not sizes or sizes[0] < 1 or sizes[-1] < largest:
+        raise ValueError(f"{name} must be positive and reach {largest}, got {given}")
+    return sizes

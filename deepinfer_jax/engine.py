@@ -1,0 +1,430 @@
+"""LLMEngine: one class, three roles. `step()` is the whole story; the hooks are where prefill/decode disaggregation attaches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.admission import PromptInput, build_request, check_request
+from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.loading import load_for_engine
+from deepinfer_jax.metrics import EngineStats, StepRecord
+from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.requests import Completion, Request, fill_sampling_row
+from deepinfer_jax.runner import InFlight, ModelRunner
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.scheduler.group import DPGroup, LocalDPGroup, SchedulerGroup
+from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
+from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
+from deepinfer_jax.state import ResultRows
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Takes requests, steps, returns outputs. Thread-safe: calls from several threads are serialised.
+
+    A subclass may override the hooks (see "hooks" below); their order is the contract of disaggregation.
+    """
+
+    def __init__(self, args: EngineArgs, *, devices: Seq[Any] | None = None, dp_group: DPGroup | None = None) -> None:
+        loaded, self.tokenizer, self.eos_token_ids, self.mesh = load_for_engine(args, devices)
+        self.args = args
+        self.config = EngineConfig.resolve(args, loaded.config)
+        self.model_config = loaded.config
+        self.model_class = loaded.model_class
+        self.policy = self.config.policy
+        self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
+        self.runner = ModelRunner(self.config, loaded, self.mesh)
+        if self.policy.splits_prefill_decode:
+            self.init_pd_split()
+        self.warm_up_seconds = self.runner.warm_up() if args.warm_up else 0.0
+        ranks = self.runner.placement.local_ranks
+        self.dp_group = dp_group or LocalDPGroup(len(ranks))
+        scheduler_config = self.config.scheduler_config(self.runner.num_blocks)
+        self.schedulers = [Scheduler(scheduler_config) for _ in ranks]
+        self.group = SchedulerGroup(self.schedulers, self.dp_group)
+        self.stats_log = EngineStats(self)
+        self._requests: dict[str, Request] = {}
+        self._completions: dict[str, Completion] = {}  # by sequence id
+        self._ranks: dict[str, int] = {}  # by sequence id, until its blocks are free
+        self._processed: list[Completion] = []  # PROMPT: prefilled since the last send_processed_prompts
+        self._dropped: list[Sequence] = []  # PROMPT: ended by other means, blocks still held
+        self._watch = [np.zeros(self.config.max_num_seqs, bool) for _ in ranks]  # slots whose every token is looked at
+        self._pending: InFlight | None = None
+        self._ended: list[Request] = []  # requests that ended outside a step (aborts)
+        self._seeds = np.random.default_rng(args.seed)
+        self._lock = threading.RLock()
+        self._counter = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, **kwargs: Any) -> LLMEngine:
+        return cls(args, **kwargs)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str | None,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        enqueue: bool = True,
+    ) -> Request:
+        """Queues a request; request_id None draws one. Raises ValueError naming the request, the value and the limit.
+
+        A prompt over the engine's limit is not an error: the request ends at once with finish_reason
+        "prompt_length_exceeded". enqueue=False only registers it (a completion engine queues it when its KV has arrived).
+        """
+        with self._lock:
+            request_id = str(next(self._counter)) if request_id is None else request_id
+            params = params or SamplingParams()
+            if enqueue and not self.policy.does_prefill:
+                raise ValueError(f"request {request_id!r}: a {self.config.role.name} engine takes requests by hand-over only")
+            check_request(self, request_id, params)
+            request = build_request(self, request_id, prompt, params, arrival_time)
+            self._requests[request_id] = request
+            for completion in request.completions:
+                self._completions[completion.seq.request_id] = completion
+                self._ranks[completion.seq.request_id] = completion.rank
+                if enqueue:
+                    self.schedulers[completion.rank].add_request(completion.seq)
+            return request
+
+    def least_loaded_rank(self) -> int:
+        """The local DP rank for the next sequence: fewest queued and running sequences, then fewest tokens in cache."""
+        loads = [(s.num_waiting + s.num_prompted + s.num_running, s.cache_usage, r) for r, s in enumerate(self.schedulers)]
+        return min(loads)[2]
+
+    def draw_seed(self) -> int:
+        return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
+        """Ends requests with finish_reason "abort"; returns the ids that were alive. Unknown and finished ids are no error."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        with self._lock:
+            alive = [i for i in ids if i in self._requests]
+            for request in (self._requests[i] for i in alive):
+                for c in request.completions:
+                    if not c.finished:
+                        self.schedulers[c.rank].abort(c.seq.request_id)
+                        self._end(c)
+                self._ended.append(request)
+            return alive
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a step would change anything: requests, ended sequences to free, results to read."""
+        return bool(self._ended) or self._pending is not None or any(s.has_unfinished() for s in self.schedulers)
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether a request with this id has been added and has not ended."""
+        return request_id in self._requests
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Schedules and enqueues one step, then processes its results (with zero-overhead scheduling: the previous step's)."""
+        with self._lock:
+            start = time.perf_counter()
+            outputs = self.group.schedule()
+            self._edit_caches(outputs)
+            self.post_schedule(outputs)
+            if outputs[0].step_type is StepType.DECODE:
+                copying = [seq for o in outputs for seq in o.seqs if self.should_copy_state(seq)] if self._copies_state else []
+                if copying:
+                    self.do_copy_state(copying)
+            in_flight = self._dispatch(outputs)
+            self.pre_sampler_sync(outputs)
+            record = StepRecord.of(outputs, in_flight, start, time.perf_counter())
+            done, self._pending = (self._pending, in_flight) if self.config.zos else (in_flight, None)
+            results = self.post_process(done, record)
+            if not self.policy.does_decode:
+                self.send_processed_prompts()
+            results += self._outputs_outside_steps(outputs)
+            self.stats_log.record(record)
+            return results
+
+    def _edit_caches(self, outputs: list[SchedulerOutputs]) -> None:
+        if any(o.clone_blocks for o in outputs):
+            self.runner.clone("clone_blocks", [o.clone_blocks for o in outputs])
+        if any(o.clone_states for o in outputs):
+            self.runner.clone("clone_states", [o.clone_states for o in outputs])
+
+    def _dispatch(self, outputs: list[SchedulerOutputs]) -> InFlight | None:
+        """Admits, then enqueues the forward pass and sampling. None if no rank of the group has anything to compute."""
+        self._admit(outputs)
+        busy = self.dp_group.all_reduce_min([int(o.is_empty) for o in outputs]) == 0
+        if outputs[0].step_type is StepType.PREFILL:
+            tokens = -self.dp_group.all_reduce_min([-o.num_tokens for o in outputs])
+            return self.runner.dispatch_prefill(outputs, self._wants_prompt_logprobs, tokens) if busy else None
+        if not self.policy.does_decode and busy:
+            raise RuntimeError(f"{self.name}: a {self.config.role.name} engine was given a decode step: {outputs}")
+        rows = -self.dp_group.all_reduce_min([-len(o.slots) for o in outputs])
+        return self.runner.dispatch_decode(outputs, rows) if busy else None
+
+    def _admit(self, outputs: list[SchedulerOutputs]) -> None:
+        admitted = [o.admitted for o in outputs]
+        if any(admitted):
+            tables = [s.block_tables for s in self.schedulers]
+            self.runner.admit(admitted, tables, self._fill_row)
+        for rank, seqs in enumerate(admitted):
+            for seq in seqs:
+                c = self._completions[seq.request_id]
+                self._watch[rank][seq.slot] = c.needs_every_step()
+                if c.params.has_penalties:
+                    self.runner.fill_counts(rank, seq)
+
+    def _fill_row(self, seq: Sequence, view: dict[str, np.ndarray], row: int) -> None:
+        fill_sampling_row(self._completions[seq.request_id], view, row, seq.eos_token_ids)
+
+    def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
+        c = self._completions[seq.request_id]
+        return c.index == 0 and c.params.prompt_logprobs is not None
+
+    def pre_sampler_sync(self, outputs: list[SchedulerOutputs]) -> None:
+        """Runs after the sampler is enqueued and before its result is waited for."""
+        scheduled = [seq for o in outputs for seq in o.seqs] if self._reads_scheduled else []
+        finished = [seq for o in outputs for seq in o.finished]
+        if outputs[0].step_type is StepType.PREFILL:
+            self.pe_prepare_save_kvcache(scheduled, finished)
+        else:
+            self.do_save_kvcache(scheduled, finished)
+        if self.policy.finalizes_finished:
+            for seq in finished:
+                self.finalize_seq(seq)
+        else:
+            self._dropped += finished
+
+    def post_process(self, done: InFlight | None, record: StepRecord | None = None) -> list[RequestOutput]:
+        """Waits for a step's tokens and turns them into request outputs."""
+        if done is None:
+            return []
+        wait_start = time.perf_counter()
+        rows = done.wait()
+        if record is not None:
+            record.device_wait = time.perf_counter() - wait_start
+        now = time.time()
+        prefill = done.outputs[0].step_type is StepType.PREFILL
+        if prefill:
+            scheduled = [seq for o in done.outputs for seq in o.seqs]
+            self.pe_do_save_kvcache(scheduled, [seq for seq in scheduled if seq.is_finished])
+            self._take_prompt_logprobs(done)
+        touched: dict[str, Request] = {}
+        for rank, (o, result) in enumerate(zip(done.outputs, rows, strict=True)):
+            if prefill:
+                self._process_prefill(rank, o, result, now, touched)
+            else:
+                self._process_decode(rank, o, result, now, touched)
+        return [self.process_output(self._request_output(r)) for r in touched.values() if self._due(r)]
+
+    # ---- results ---------------------------------------------------------------------------------------------------
+
+    def _process_prefill(self, rank: int, o: SchedulerOutputs, rows: ResultRows, now: float, touched: dict[str, Request]) -> None:
+        row_of = list(itertools.accumulate((int(item.is_last) for item in o.prefill), initial=0))
+        tokens = np.zeros((len(o.prefill), 1), np.int32)
+        for i, item in enumerate(o.prefill):
+            if item.is_last:
+                tokens[i] = rows.tokens[row_of[i]]
+        self._fail_rows(rank, o.seqs, tokens)
+        processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(len(tokens), np.int32))
+        for i, item in enumerate(o.prefill):
+            c = self._completions.get(item.seq.request_id)
+            if c is None:
+                continue
+            metrics = c.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+                metrics.time_in_queue = now - metrics.arrival_time
+            if processed.num_accepted[i]:
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+                    self.stats_log.first_token(now - metrics.arrival_time)
+                if not self.policy.does_decode:
+                    self._processed.append(c)
+                self._take_tokens(c, rows, row_of[i], now, touched)
+
+    def _process_decode(self, rank: int, o: SchedulerOutputs, rows: ResultRows, now: float, touched: dict[str, Request]) -> None:
+        count = len(o.slots)
+        tokens = rows.tokens[:count, None]
+        if count and tokens.min() < 0:
+            self._fail_rows(rank, o.seqs, tokens)
+        processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(count, np.int32))
+        watched = np.flatnonzero(self._watch[rank][o.slots] & (processed.num_accepted > 0)) if count else ()
+        if len(watched):
+            seqs = o.seqs
+            for row in watched.tolist():
+                c = self._completions.get(seqs[row].request_id)
+                if c is not None:
+                    self._take_tokens(c, rows, row, now, touched)
+        for seq in processed.finished:
+            c = self._completions.get(seq.request_id)
+            if c is not None and not c.finished:
+                self._take_tokens(c, rows, -1, now, touched)
+
+    def _take_tokens(self, c: Completion, rows: ResultRows, row: int, now: float, touched: dict[str, Request]) -> None:
+        """Gives a completion's new tokens to its detokenizer, ends it on a stop string, notes its request as touched."""
+        if c.logprobs is not None and len(c.logprobs) < c.seq.num_output_tokens:
+            c.add_logprobs(rows, row, self.tokenizer)
+        if c.needs_every_step() or c.seq.is_finished:
+            stopped = c.consume()
+            if stopped and not c.finished and c.seq.finish_reason != "stop":
+                self._stop_on_string(c)
+            elif stopped:
+                c.stop_reason = c.detokenizer.stop_reason
+        request = c.request
+        request.metrics.last_token_time = now
+        if c.seq.is_finished:
+            self._end(c)
+        touched[request.request_id] = request
+
+    def _stop_on_string(self, c: Completion) -> None:
+        scheduler = self.schedulers[c.rank]
+        if not c.seq.is_finished:
+            scheduler.finish(c.seq, SequenceStatus.FINISHED_STOPPED, "stop", c.detokenizer.stop_reason)
+        else:  # the same token also reached max_tokens: the stop string is the more telling reason
+            c.seq.finish_reason, c.seq.stop_reason = "stop", c.detokenizer.stop_reason
+
+    def _fail_rows(self, rank: int, seqs: list[Sequence], tokens: np.ndarray) -> None:
+        """Rows whose logits held NaN or infinity carry the error token: their requests end, the others go on."""
+        for row in np.flatnonzero(tokens[:, 0] < 0).tolist():
+            if not seqs[row].is_finished:
+                logger.error("%s: request %s: the model produced non-finite logits", self.name, seqs[row].request_id)
+                self.schedulers[rank].finish(seqs[row], SequenceStatus.FINISHED_ERROR, "error", "non-finite logits")
+                c = self._completions[seqs[row].request_id]
+                self._end(c)
+                self._ended.append(c.request)
+
+    def _take_prompt_logprobs(self, done: InFlight) -> None:
+        if done.prompt_logprobs is None:
+            return
+        for items, rows in zip(done.plp_items, done.wait_prompt_logprobs(), strict=True):
+            at = 0
+            for seq, position, count in items:
+                c = self._completions.get(seq.request_id)
+                if c is not None:
+                    c.request.add_prompt_logprobs(rows, at, position, count, self.tokenizer)
+                at += count
+
+    def _end(self, c: Completion) -> None:
+        if not c.finished:
+            c.finish(c.seq.finish_reason or "abort", c.seq.stop_reason)
+
+    def _due(self, request: Request) -> bool:
+        """Whether this step owes the caller an output of the request."""
+        return request.request_id in self._requests and (request.finished or request.streams)
+
+    def _request_output(self, request: Request) -> RequestOutput:
+        if request.finished:
+            self._forget(request)
+        return request.output()
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        for c in request.completions:
+            self._completions.pop(c.seq.request_id, None)
+        self.stats_log.finished(request)
+
+    def _outputs_outside_steps(self, outputs: list[SchedulerOutputs]) -> list[RequestOutput]:
+        """Outputs of requests that ended without a token: refused, aborted, stopped by preemption, failed."""
+        for seq in [s for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished]:
+            c = self._completions.get(seq.request_id)
+            if c is not None:
+                c.consume()
+                self._end(c)
+                self._ended.append(c.request)
+        ended, self._ended = self._ended, []
+        done = {r.request_id: r for r in ended if r.finished and r.request_id in self._requests}
+        return [self.process_output(self._request_output(r)) for r in done.values()]
+
+    # ---- hooks: names, order and meaning of the reference -----------------------------------------------------------
+
+    _copies_state = False
+    """Set by a subclass that overrides should_copy_state: otherwise no step asks."""
+    _reads_scheduled = False
+    """Set by a subclass whose hooks look at the scheduled sequences: otherwise a decode step need not list them."""
+
+    def init_pd_split(self) -> None:
+        """PROMPT and COMPLETION: caches exist, nothing is compiled yet. Allocate hand-over buffers here."""
+
+    def post_schedule(self, outputs: list[SchedulerOutputs]) -> None:
+        """The step is scheduled (one output per local rank), nothing is dispatched."""
+
+    def should_copy_state(self, seq: Sequence) -> bool:
+        """Decode steps: whether to copy this sequence's state aside before the step changes it."""
+        return False
+
+    def do_copy_state(self, seqs: list[Sequence]) -> None:
+        """Enqueues the copies; waits for nothing."""
+
+    def pe_prepare_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
+        """Prefill steps, before the sampler is waited for: start moving KV, wait for nothing."""
+
+    def do_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
+        """Decode steps, before the sampler is waited for: save KV of what finished."""
+
+    def pe_do_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
+        """Prefill steps, once the sample is there: wait for the transfer and book it."""
+
+    def finalize_seq(self, seq: Sequence) -> None:
+        """NORMAL and COMPLETION: a finished sequence gives its slot and blocks back. Never called by PROMPT."""
+        self.release_seq(seq)
+
+    def send_processed_prompts(self) -> None:
+        """PROMPT: hand prefilled requests on and drop them. Here nobody takes them: each ends with its first token."""
+        processed, self._processed = self._processed, []
+        for c in processed:
+            if not c.seq.is_finished:
+                self.schedulers[c.rank].finish(c.seq, SequenceStatus.FINISHED_LENGTH, "length")
+                self._end(c)
+                self._ended.append(c.request)
+        self.drop_finished_prompts()
+
+    def drop_finished_prompts(self) -> None:
+        """PROMPT: frees sequences that ended here (aborted, complete with their first token) and are not handed over."""
+        dropped, self._dropped = self._dropped, []
+        for seq in dropped:
+            self.release_seq(seq)
+
+    def release_seq(self, seq: Sequence) -> None:
+        """Gives a finished sequence's slot and blocks back to its rank."""
+        self.schedulers[self._ranks.pop(seq.request_id)].free_seq(seq)
+
+    def process_output(self, output: RequestOutput) -> RequestOutput:
+        """Last look at every output before the caller gets it."""
+        return output
+
+    # ---- the rest --------------------------------------------------------------------------------------------------
+
+    def rank_of(self, seq: Sequence) -> int:
+        """Index of the local rank that owns a sequence."""
+        return self._ranks[seq.request_id]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and recent step records, as plain values."""
+        return self.stats_log.summary()
+
+    def check_integrity(self) -> None:
+        """Raises if a block or slot is lost or doubly used on any local rank."""
+        for scheduler in self.schedulers:
+            scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Waits for what is in flight and drops device memory."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.stats_log.close()
+        self.runner.close()

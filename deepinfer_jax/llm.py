@@ -1,0 +1,218 @@
+"""LLM: batch generation, streaming and chat over an engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from deepinfer_jax.admission import PromptInput
+from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.engine import LLMEngine
+from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """An engine for offline use: `generate`, `stream`, `chat`.
+
+    model: a Hugging Face folder, a .gguf file, or "demo" (a small real model that comes with the package's dependencies).
+    Every other keyword is a field of `EngineArgs`. Differences from an engine's defaults, because nobody waits for a single
+    request here: preempted requests are recomputed instead of stopped, and programs are compiled when first needed
+    (warm_up=True compiles them all at construction).
+
+    >>> with LLM("demo", max_model_len=512) as llm:
+    ...     print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        trust_remote_code: bool = False,
+        expert_parallel_size: int = 1,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        decode_sequence: bool = True,
+        *,
+        stop_preempted_request: bool = False,
+        warm_up: bool = False,
+        devices: Seq[Any] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all."""
+        args = EngineArgs(
+            model=str(model),
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+            expert_parallel_size=expert_parallel_size,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            stop_preempted_request=stop_preempted_request,
+            warm_up=warm_up,
+            **engine_args,
+        )
+        self._decode = decode_sequence
+        self._serial = itertools.count()
+        self.engine = LLMEngine(args, devices=devices)
+
+    # ---- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | PromptInput | Seq[PromptInput] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates for one prompt or many; returns one RequestOutput each, in input order.
+
+        prompts: text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of them ([] gives []).
+        sampling_params: one for all, or one per prompt. Raises ValueError, before anything runs, if a prompt or a parameter
+        is invalid; a prompt that is merely too long ends with finish_reason "prompt_length_exceeded".
+        """
+        requests = self._requests(prompts, prompt_token_ids, sampling_params, RequestOutputKind.FINAL_ONLY)
+        ids = self._add_all(requests)
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
+            generated = 0
+            try:
+                for output in self._run(ids):
+                    done[output.request_id] = output
+                    generated += sum(len(c.token_ids) for c in output.outputs)
+                    rate = generated / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+                    bar.update()
+            except BaseException:
+                self.engine.abort_request([i for i in ids if i not in done])
+                raise
+        return [done[i] for i in ids]
+
+    def stream(
+        self,
+        prompts: str | PromptInput | Seq[PromptInput] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yields increments (RequestOutputKind.DELTA) of all prompts as they come; `request_id` is the prompt's index as text.
+
+        Closing the iterator early aborts what is left.
+        """
+        requests = self._requests(prompts, prompt_token_ids, sampling_params, RequestOutputKind.DELTA)
+        ids = self._add_all(requests)
+        return self._stream(ids)
+
+    def _stream(self, ids: list[str]) -> Iterator[RequestOutput]:
+        index = {request_id: str(i) for i, request_id in enumerate(ids)}
+        left = set(ids)
+        try:
+            for output in self._run(ids):
+                if output.finished:
+                    left.discard(output.request_id)
+                output.request_id = index[output.request_id]
+                yield output
+        finally:
+            if left:
+                self.engine.abort_request(left)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Seq[Any] | None = None,
+        **template_args: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or a list of them, rendered with the checkpoint's chat template."""
+        prompts = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools, **template_args
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Seq[Message] | Seq[Seq[Message]], **template_args: Any) -> list[list[int]]:
+        """Token ids of one conversation or a list of them."""
+        if self.engine.tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template; the model folder has none")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return [self.engine.tokenizer.apply_chat_template(m, **template_args) for m in conversations]
+
+    # ---- plumbing --------------------------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Any, prompt_token_ids: Any, sampling_params: Any, kind: RequestOutputKind
+    ) -> list[tuple[PromptInput, SamplingParams]]:
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give either prompts or prompt_token_ids")
+        batch = as_batch(prompts if prompt_token_ids is None else prompt_token_ids)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(batch)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(batch):
+            raise ValueError(f"{len(params)} sampling_params for {len(batch)} prompts: give one for all or one each")
+        detokenize = {} if self._decode else {"detokenize": False}
+        return [(p, s.replace(output_kind=kind, **detokenize)) for p, s in zip(batch, params, strict=True)]
+
+    def _add_all(self, requests: list[tuple[PromptInput, SamplingParams]]) -> list[str]:
+        """Queues all or none. Ids never repeat, so outputs of an abandoned call cannot be taken for this one's."""
+        call = next(self._serial)
+        ids: list[str] = []
+        try:
+            for i, (prompt, params) in enumerate(requests):
+                request_id = f"{call}-{i}"
+                self.engine.add_request(request_id, prompt, params)
+                ids.append(request_id)
+        except Exception:
+            self.engine.abort_request(ids)
+            self._drain()
+            raise
+        return ids
+
+    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
+        """Steps the engine until every id has ended; outputs of other calls' requests are dropped with their call."""
+        left = set(ids)
+        while left:
+            for output in self.engine.step():
+                if output.request_id in left:
+                    if output.finished:
+                        left.discard(output.request_id)
+                    yield output
+        self._drain()
+
+    def _drain(self) -> None:
+        """Lets ended sequences give their blocks back."""
+        while self.engine.num_unfinished_requests == 0 and self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Frees device memory; the object cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_batch(prompts: Any) -> list[PromptInput]:
+    """One prompt (text, mapping, or a flat list of ids) or a list of prompts -> a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(not isinstance(p, str | Mapping) and not hasattr(p, "__len__") for p in prompts):
+        return [prompts]
+    return prompts
