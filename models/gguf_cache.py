@@ -1,0 +1,67 @@
+"""Converted models, kept in a cache folder: made once, complete or absent, whatever several processes do at once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepinfer_jax.models.gguf import convert_gguf
+
+CONVERTER_VERSION = 1
+"""Part of every cache name; raise it when convert_gguf would write something else."""
+
+
+def cache_root() -> Path:
+    """$DEEPINFER_CACHE_DIR, else $XDG_CACHE_HOME/deepinfer-jax, else ~/.cache/deepinfer-jax."""
+    if own := os.environ.get("DEEPINFER_CACHE_DIR"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "deepinfer-jax"
+
+
+def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
+    """`<cache>/models/<name>`, made by `fill(empty folder)` when absent.
+
+    Filled under another name and renamed when complete, while holding a lock: a second process waits for the first, and
+    what a killed process left behind is removed by the next.
+    """
+    folder = cache_root() / "models" / f"{name}-v{CONVERTER_VERSION}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(folder.name + ".partial")
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if not folder.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                fill(partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def converted_folder(source: Path) -> Path:
+    """The folder that a GGUF file converts to; converted again when the file's size or time of change differ.
+
+    Raises ValueError when there is no such file or it is not supported.
+    """
+    source = source.resolve()
+    if not source.is_file():
+        raise ValueError(f"no such file: {source}")
+    stat = source.stat()
+    key = hashlib.sha256(f"{source}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return cached_folder(f"{source.stem}-{key}", lambda folder: convert_gguf(source, folder))
