@@ -1,0 +1,157 @@
+"""Selection of a decode step: prompted sequences first, then everything running, preempting only when blocks run out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
+from deepinfer_jax.scheduler.prefill import clone_last_block
+from deepinfer_jax.scheduler.sequence import SequenceStatus
+
+if TYPE_CHECKING:
+    from deepinfer_jax.scheduler.scheduler import Scheduler
+
+_ONES = np.ones(1, np.int32)
+
+
+def select_decode(s: Scheduler) -> SchedulerOutputs:
+    """One decode row (1 + drafts tokens) for every running sequence that can still produce a token."""
+    out = SchedulerOutputs(StepType.DECODE)
+    s.ended += s.sweep_waiting()
+    _admit_prompted(s, out)
+    t = s.slots
+    slots, q_lens = _eligible(s)
+    updates: list = []
+    if slots.size:
+        kv_lens = t.upper[slots] + (q_lens - 1)
+        short = kv_lens > t.capacity[slots]
+        if short.any():
+            keep = _grow(s, slots, kv_lens, short, out, updates)
+            if keep is not None:
+                slots, q_lens, kv_lens = slots[keep], q_lens[keep], kv_lens[keep]
+        t.upper[slots] = kv_lens + 1
+        t.in_flight[slots] += 1
+        out.slots, out.q_lens, out.kv_lens = slots.astype(np.int32), q_lens, kv_lens
+        out.serials = t.serial[slots]
+    return s.emit(out, updates)
+
+
+def _eligible(s: Scheduler) -> tuple[np.ndarray, np.ndarray]:
+    """(slots, q_lens): running sequences not already certain to end by length with their tokens in flight."""
+    t, nextn = s.slots, s.config.nextn
+    slots = t.ordered(lengths_drift=nextn > 0)
+    if not slots.size:
+        return slots, _ones(0)
+    if not s.steps_in_flight and not nextn:
+        return slots, _ones(slots.size)
+    room = t.max_len[slots] - t.num_tokens[slots] - t.in_flight[slots]
+    if room.min() <= 0:
+        slots, room = slots[room > 0], room[room > 0]
+    if not nextn:
+        return slots, _ones(slots.size)
+    return slots, 1 + np.minimum(t.num_drafts[slots], room - 1)  # a draft beyond the length limit could never be kept
+
+
+def _ones(count: int) -> np.ndarray:
+    """i32 [count] ones, shared and read-only: nothing is written for the common case of one row per sequence."""
+    global _ONES
+    if _ONES.size < count:
+        _ONES = np.ones(2 * count, np.int32)
+        _ONES.flags.writeable = False
+    return _ONES[:count]
+
+
+def _admit_prompted(s: Scheduler, out: SchedulerOutputs) -> None:
+    while s.prompted:
+        seq = s.prompted[0]
+        if seq.slot < 0 and not s.slots.num_free:
+            return
+        if seq._shares_last_block:
+            if not _room_for_clone(s, seq, out):
+                if s.prompted and s.prompted[0] is seq:
+                    return
+                continue
+            shared = s.blocks.ref_counts[seq.block_ids[-1]] > 1
+            clone_last_block(s, seq, s.blocks.allocate(int(shared)), out)
+        s.prompted.popleft()
+        s.admit(seq, out)
+
+
+def _room_for_clone(s: Scheduler, seq, out: SchedulerOutputs) -> bool:
+    """A free block for the copy of the fork's last block. If only prompted sequences hold blocks nobody will release one: the
+    last of them is preempted."""
+    while s.blocks.ref_counts[seq.block_ids[-1]] > 1 and not s.blocks.num_free:
+        if any(q.num_blocks and q.status is not SequenceStatus.PROMPTED for q in s.sequences):
+            return False
+        last = s.prompted[-1]
+        s.preempt(last, out)
+        if last is seq:
+            return False
+    return True
+
+
+def _grow(
+    s: Scheduler, slots: np.ndarray, kv_lens: np.ndarray, short: np.ndarray, out: SchedulerOutputs, updates: list
+) -> np.ndarray | None:
+    """Gives every sequence the blocks this step writes to; a mask of the sequences that can run, None: all of them."""
+    t = s.slots
+    rows = np.flatnonzero(short)
+    counts = s.config.pages(kv_lens[rows]) - t.pages[slots[rows]]
+    keep = None
+    if counts.sum() > s.blocks.num_free:
+        need = np.zeros(slots.size, np.int64)
+        need[rows] = counts
+        keep = _preempt_until_fits(s, slots, need, out)
+        rows = np.flatnonzero(short & keep)
+        counts = need[rows]
+    if rows.size:
+        blocks = s.blocks.allocate(int(counts.sum()))
+        updates.append((*t.add_pages(slots[rows], counts, blocks), blocks))
+    return keep
+
+
+def _preempt_until_fits(s: Scheduler, slots: np.ndarray, need: np.ndarray, out: SchedulerOutputs) -> np.ndarray:
+    """LCFS: serve from the shortest output, preempt from the longest; bool mask of those that run.
+
+    If ended sequences are about to give back enough blocks, a sequence misses this step instead of costing anybody's work.
+    """
+    keep = np.ones(slots.size, bool)
+    order = _lcfs_order(s, slots)
+    releasing = _blocks_about_to_be_released(s, slots)
+    front, committed = 0, 0
+    for back in range(order.size - 1, -1, -1):
+        row = order[back]
+        if back < front or not need[row]:
+            continue
+        if s.blocks.num_free - committed < need[row] <= releasing:
+            releasing -= int(need[row])
+            keep[row] = False
+            continue
+        while s.blocks.num_free - committed < need[row] and front <= back:
+            victim = order[front]
+            front += 1
+            keep[victim] = False
+            s.preempt(s.slots.seq_at(int(slots[victim])), out)
+        if keep[row]:
+            committed += int(need[row])
+    return keep
+
+
+def _lcfs_order(s: Scheduler, slots: np.ndarray) -> np.ndarray:
+    """Rows, first to be preempted first: (lower priority if that policy is on,) longer output, later admission."""
+    t = s.slots
+    keys = [-t.admission[slots], t.prompt_len[slots] - t.num_tokens[slots]]
+    if s.config.priority_scheduling:
+        keys.append(t.priority[slots])
+    return np.lexsort(keys)
+
+
+def _blocks_about_to_be_released(s: Scheduler, slots: np.ndarray) -> int:
+    """Blocks of sequences that have just ended, or are certain to end with the step in flight."""
+    t = s.slots
+    ending = t.active.copy()
+    ending[slots] = False
+    held = [seq.block_ids for seq in s.ended if seq.num_blocks] + [t.blocks_of(slot) for slot in np.flatnonzero(ending).tolist()]
+    return sum(int((s.blocks.ref_counts[blocks] == 1).sum()) for blocks in held)
