@@ -71,7 +71,9 @@ class Conversation:
             ids = self._llm.get_tokenizer().apply_chat_template([*self.messages, question])
             outputs = self._llm.stream(prompt_token_ids=ids, sampling_params=self._params)
             with contextlib.closing(outputs):  # Ctrl-C: closing the stream aborts its request
-                common.show_stream(outputs, lambda part: _show(part, shown))
+                last, _ = common.show_stream(outputs, lambda part: _show(part, shown))
+            if last.finish_reason == "prompt_length_exceeded":
+                raise ValueError("the conversation is longer than the engine's max_model_len; /reset starts a new one")
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return

@@ -56,12 +56,11 @@ def build_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
     return LLM(args.model, **{**engine_values(args), **overrides})
 
 
-def show_stream(outputs: Iterable[RequestOutput], write: Callable[[str], object]) -> tuple[CompletionOutput | None, int, str]:
-    """Writes the text of a request's increments as they come; returns the last one, the number of tokens and the whole text."""
-    last, tokens, parts = None, 0, []
+def show_stream(outputs: Iterable[RequestOutput], write: Callable[[str], object]) -> tuple[CompletionOutput, int]:
+    """Writes the text of a request's increments as they come; returns the last increment and the number of tokens."""
+    tokens = 0
     for output in outputs:
         last = output.outputs[0]
         tokens += len(last.token_ids)
-        parts.append(last.text)
         write(last.text)
-    return last, tokens, "".join(parts)
+    return last, tokens

@@ -23,7 +23,7 @@ from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM
-    from deepinfer_jax.outputs import RequestOutput
+    from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 
 DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
 """Unlike the library's 16 tokens at temperature 1: an answer of useful length, the same one each time."""
@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
         chat = not args.raw and tokenizer is not None and tokenizer.has_chat_template
         token_ids = [p.tokenize(tokenizer, chat=chat, system=args.system) for p in prompts]
         if tokenizer is not None and _can_stream(args, params):
-            _stream_one(llm, token_ids[0], params[0])
+            _stream_one(llm, prompts[0], token_ids[0], params[0])
             return 0
         outputs = _generate(args, llm, token_ids, params)
+        _report_failures(prompts, [o.outputs[0] for o in outputs])
         if args.output or args.json:
             write_results(stream, prompts, outputs, as_json=args.json or args.output.endswith(".jsonl"))
         else:
@@ -94,12 +95,20 @@ def _can_stream(args: argparse.Namespace, params: Sequence[SamplingParams]) -> b
     return len(params) == 1 and params[0].n == 1 and sys.stdout.isatty() and not (args.output or args.json)
 
 
-def _stream_one(llm: LLM, token_ids: list[int], params: SamplingParams) -> None:
+def _stream_one(llm: LLM, prompt: Prompt, token_ids: list[int], params: SamplingParams) -> None:
     start = time.perf_counter()
     params = params.replace(output_kind=RequestOutputKind.DELTA)
-    _, tokens, _ = common.show_stream(llm.stream(prompt_token_ids=token_ids, sampling_params=params), _write_now)
+    last, tokens = common.show_stream(llm.stream(prompt_token_ids=token_ids, sampling_params=params), _write_now)
     print()
+    _report_failures([prompt], [last])
     _print_speed(1, tokens, time.perf_counter() - start)
+
+
+def _report_failures(prompts: Sequence[Prompt], completions: Sequence[CompletionOutput]) -> None:
+    """One line on stderr per prompt that was not answered; the others' results stand."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion.finish_reason not in (None, "stop", "length"):
+            print(f"{prompt.source}: not completed: {completion.finish_reason}", file=sys.stderr)
 
 
 def _write_now(text: str) -> None:

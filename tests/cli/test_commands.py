@@ -29,6 +29,7 @@ class FakeLLM:
         self._tokenizer = Tokenizer(tiny.byte_level(), chat_templates={"default": CHAT} if chat else None) if tokenizer else None
         self.calls: list[SimpleNamespace] = []
         self.closed = False
+        self.reason = "length"
 
     def __enter__(self):
         return self
@@ -50,10 +51,11 @@ class FakeLLM:
             if char == "!":
                 raise KeyboardInterrupt
             yield RequestOutput("r", None, prompt_token_ids, outputs=[CompletionOutput(0, char, [token])])
+        yield RequestOutput("r", None, prompt_token_ids, outputs=[CompletionOutput(0, "", [], finish_reason=self.reason)], finished=True)
 
     def _answer(self, index, ids, n):
         text = self._tokenizer.decode(ids).upper() if self._tokenizer else ""
-        outputs = [CompletionOutput(k, text, list(ids), finish_reason="length") for k in range(n)]
+        outputs = [CompletionOutput(k, text, list(ids), finish_reason=self.reason) for k in range(n)]
         return RequestOutput(f"r{index}", None, list(ids), outputs=outputs, finished=True)
 
     def prompts(self, call=0) -> list[str]:
@@ -220,6 +222,15 @@ def iter_input(lines):
         return line() if callable(line) else line
 
     return read
+
+
+def test_a_prompt_that_is_too_long_is_named(llm, monkeypatch, capsys):
+    llm.reason = "prompt_length_exceeded"
+    assert run("generate", "--model", "x", "--prompt", "a") == 0
+    assert "prompt 1: not completed: prompt_length_exceeded" in capsys.readouterr().err
+    chat(monkeypatch, llm, "a\nb\n")
+    assert "longer than the engine's max_model_len" in capsys.readouterr().err
+    assert llm.prompts(2) == ["<user>b<assistant>"]
 
 
 def test_chat_needs_a_chat_template_and_one_completion(llm, monkeypatch, capsys):
