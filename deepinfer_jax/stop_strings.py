@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class StopMatcher:
         self.matched: str | None = None
         self._failure = [_failure_table(s) for s in self.stop]
         self._progress = [0] * len(self.stop)  # how many characters of each stop string the text ends with
+        self._starts = re.compile("|".join(re.escape(s[0]) for s in self.stop))
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
@@ -31,8 +33,12 @@ class StopMatcher:
             return ""
         if not self.stop:
             return text
+        end = len(self._held)
         text = self._held + text
-        for end in range(len(self._held) + 1, len(text) + 1):
+        while end < len(text):
+            if not any(self._progress) and (end := self._next_start(text, end)) == len(text):
+                break
+            end += 1
             complete = self._advance(text[end - 1])
             if complete is not None and may_stop:
                 self.matched = complete
@@ -53,6 +59,11 @@ class StopMatcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._held, self._progress, self.matched = state["held"], list(state["progress"]), state["matched"]
+
+    def _next_start(self, text: str, position: int) -> int:
+        """Index of the next character that begins a stop string, or len(text): most text holds none, and is skipped at once."""
+        found = self._starts.search(text, position)
+        return found.start() if found else len(text)
 
     def _advance(self, char: str) -> str | None:
         """Moves every automaton by one character; returns the first listed stop string that is complete now."""
