@@ -70,6 +70,7 @@ VARIABLES: dict[str, Variable] = {
 }
 
 _snapshot: dict[str, object] = {}
+_defaults_set: dict[str, str] = {}
 
 
 def get(name: str):
@@ -77,6 +78,16 @@ def get(name: str):
     if name not in _snapshot:
         _snapshot[name] = _read(name)
     return _snapshot[name]
+
+
+def get_bool(name: str) -> bool:
+    """get() of a switch."""
+    return bool(get(name))
+
+
+def get_int(name: str) -> int:
+    """get() of a number."""
+    return int(get(name))
 
 
 def _read(name: str):
@@ -103,13 +114,13 @@ def rearm(*names: str) -> None:
         _snapshot.pop(name, None)
 
 
-def set_default(name: str, value: str) -> None:
-    """Sets `DEEPINFER_<name>` unless it is set, and re-reads just that one."""
-    os.environ.setdefault(PREFIX + name, value)
+def set_default(name: str, value: str | bool | int | float) -> None:
+    """Sets `DEEPINFER_<name>` unless it is set, and re-reads just that one. Booleans are written as "1" and "0"."""
+    os.environ.setdefault(PREFIX + name, str(int(value)) if isinstance(value, bool) else str(value))
     rearm(name)
 
 
 def apply_role_defaults(policy: RolePolicy) -> None:
     """What an engine of this role defaults to, as far as the operator has not decided."""
-    set_default("ZERO_OVERHEAD_SCHEDULING", "1" if policy.default_zero_overhead_scheduling else "0")
-    set_default("USE_MULTIMODAL_POOL", "1" if policy.default_multimodal_pool else "0")
+    set_default("ZERO_OVERHEAD_SCHEDULING", policy.default_zero_overhead_scheduling)
+    set_default("USE_MULTIMODAL_POOL", policy.default_multimodal_pool)

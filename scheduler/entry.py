@@ -128,7 +128,8 @@ class EntryMixin:
         blocks: explicit block ids instead of the source's. num_tokens: keep only the first tokens. overrides: arguments of
         Sequence (max_tokens, ...), default the source's. All but the last token computed: it decodes next (`prompted`);
         otherwise it goes to the front of `waiting`. Raises ValueError when there is no computed prefix, no block table, a
-        request for prompt log-probabilities, or a role without the queue it needs.
+        request for prompt log-probabilities, a role without the queue it needs, or per-sequence state that has moved past the
+        fork's prefix.
         """
         fork = _fork_of(source, request_id, num_tokens, replace_last_token_id, overrides)
         cached = min(source.num_cached, fork.num_tokens - 1)
@@ -141,6 +142,11 @@ class EntryMixin:
             )
         if not self.states.has_room:
             raise ValueError(f"request {request_id!r}: no free state slot for a fork, {self.states.num_slots - 1} are held")
+        if self.states.enabled and (source.num_in_flight or cached != source.num_cached or source.state_id < 0):
+            raise ValueError(
+                f"request {request_id!r}: the state of {source.request_id!r} stands at token {source.num_cached} with "
+                f"{source.num_in_flight} steps in flight, a fork at token {cached} needs it exactly there"
+            )
         self.register(fork)
         fork._enqueue_time = self.clock()
         self.blocks.pin(table)

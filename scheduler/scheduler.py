@@ -110,6 +110,8 @@ class Scheduler(entry.EntryMixin):
     def register(self, seq: Sequence) -> None:
         if seq.request_id in self._seqs:
             raise ValueError(f"request {seq.request_id!r}: this id is already in use ({self._seqs[seq.request_id].status.name})")
+        if seq.status is not SequenceStatus.WAITING or seq.num_blocks:
+            raise ValueError(f"request {seq.request_id!r}: cannot add a sequence in status {seq.status.name} with {seq.num_blocks} blocks")
         if seq.chunk_checkpoints and not self.config.chunked_prefill:
             raise ValueError(f"request {seq.request_id!r}: chunk_checkpoints {seq.chunk_checkpoints} need chunked_prefill")
         for span in seq.image_spans:
@@ -185,6 +187,7 @@ class Scheduler(entry.EntryMixin):
             self.slots.drop_blocks(seq.slot)
         seq._blocks = np.empty(0, np.int32)
         if seq.state_id >= 0:
+            self._new_clone_states = [pair for pair in self._new_clone_states if pair[1] != seq.state_id]
             self.states.unpin(seq.state_id)
             seq.state_id = -1
 
@@ -298,8 +301,9 @@ class Scheduler(entry.EntryMixin):
         """Sources of copies stay held until the step is built, so that no destination of this step can be one of them."""
         self._unpin_after_step.append(blocks)
 
-    def emit(self, out: SchedulerOutputs, updates: list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None) -> SchedulerOutputs:
+    def emit(self, out: SchedulerOutputs, updates: list[tuple] | None = None) -> SchedulerOutputs:
         """Completes the outputs of a step."""
+        out.admitted = [seq for seq in out.admitted if seq.status is SequenceStatus.RUNNING]  # not preempted again meanwhile
         out.finished += self.collect_finished()
         out.clone_states += self._new_clone_states
         self._new_clone_states = []
@@ -313,16 +317,19 @@ class Scheduler(entry.EntryMixin):
         return out
 
     def _block_updates(self, out: SchedulerOutputs, updates: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        updates = list(updates)
-        for seq in out.admitted:
-            if seq.slot < 0 or seq.is_finished:
-                continue  # preempted again within the same schedule()
-            blocks = seq.block_ids
-            pages = np.arange(blocks.size, dtype=np.int32)
-            updates.insert(0, (np.full(blocks.size, seq.slot, np.int32), pages, blocks.copy()))
+        """Whole tables of admitted slots, then what running ones have grown by."""
+        grown = [self._drop_rows(out, update) for update in updates]
+        updates = [self.slots.table_update(seq.slot) for seq in out.admitted] + [update for update in grown if update[0].size]
         if not updates:
             return out.block_updates
         return updates[0] if len(updates) == 1 else tuple(np.concatenate(part) for part in zip(*updates, strict=True))
+
+    def _drop_rows(self, out: SchedulerOutputs, update: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple:
+        """Without the rows of slots admitted just now: their whole table is sent anyway."""
+        if not out.admitted:
+            return update
+        keep = ~np.isin(update[0], [seq.slot for seq in out.admitted])
+        return tuple(part[keep] for part in update)
 
     def process_outputs(self, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None = None) -> Processed:
         """Commits a step's tokens. token_ids: i32 [n] or [n, 1 + nextn], rows in the order of outputs.prefill or outputs.slots

@@ -109,6 +109,11 @@ class SlotTable:
     def blocks_of(self, slot: int) -> np.ndarray:
         return self.block_tables[slot, : self.pages[slot]]
 
+    def table_update(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(slot, page, block), i32 each: the whole table of a slot."""
+        blocks = self.blocks_of(slot).copy()
+        return np.full(blocks.size, slot, np.int32), np.arange(blocks.size, dtype=np.int32), blocks
+
     def seq_at(self, slot: int) -> Sequence:
         return self._seqs[slot]
 
