@@ -19,10 +19,13 @@ ROWS = 64  # rows of one wgmma
 NEVER = -1e30  # a score no key can reach: exp2 of it is 0, and NEVER - NEVER is 0 rather than NaN
 
 
-def matrix_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> plgpu.SMEM:
-    """Shared memory for a wgmma operand: 8-row tiles of one swizzle span (128, 64 or 32 bytes) each."""
+def matrix_smem(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int = 128) -> plgpu.SMEM:
+    """Shared memory for a wgmma operand: 8-row tiles of one swizzle span (at most `swizzle` bytes) each.
+
+    The two operands of a product must have the same span.
+    """
     bytes_per_row = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if bytes_per_row % s == 0)
+    swizzle = next(s for s in (128, 64, 32) if s <= swizzle and bytes_per_row % s == 0)
     return plgpu.SMEM(shape, dtype, transforms=matrix_transforms(dtype, swizzle))
 
 
@@ -87,3 +90,9 @@ def online_softmax(scores: jax.Array, top: jax.Array, total: jax.Array) -> tuple
     weights = jnp.exp2(scores - over_rows(new_top, scores.shape))
     keep = jnp.exp2(top - new_top)
     return weights, keep, new_top, total * keep + jnp.sum(weights, axis=1)
+
+
+def widen(narrow, wide) -> None:
+    """wide[K, N] (f16 or bf16) = narrow[K, N] (e4m3), both in shared memory. The hardware converts e4m3 to f16 only."""
+    value = narrow[...].astype(jnp.float16)
+    wide[...] = value if wide.dtype == jnp.float16 else value.astype(jnp.float32).astype(wide.dtype)

@@ -67,6 +67,8 @@ def paged_decode_mosaic(
         splits = split_count(s * kh, -(-p // tile_pages))
     q_rows = q.reshape(s, q_per_seq, kh, group, d).transpose(0, 2, 1, 3, 4).reshape(s, kh, rows, d)
     q_rows = jnp.pad(q_rows, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    if k_pool.dtype == jnp.float8_e4m3fn:
+        q_rows = to_f16(q_rows)  # e4m3 keys widen to f16 in one instruction and without loss
     tables = jnp.pad(block_tables, ((0, 0), (0, -p % tile_pages)))
     body = functools.partial(
         _body, scale2=scale * mg.LOG2E, splits=splits, padded=padded, group=group, q_per_seq=q_per_seq,
@@ -86,6 +88,10 @@ def paged_decode_mosaic(
     )(tables, kv_lens, q_rows, k_pool, v_pool)
     out = merge_splits(out, lse[..., :padded], None if sinks is None else _sink_rows(sinks, kh, q_per_seq, padded), q.dtype)
     return out[:, :, :rows].reshape(s, kh, q_per_seq, group, dv).transpose(0, 2, 1, 3, 4).reshape(s * q_per_seq, h, dv)
+
+
+def to_f16(q):
+    return jnp.clip(q, -65504, 65504).astype(jnp.float16)
 
 
 def _sink_rows(sinks, kh, q_per_seq, padded):
@@ -110,14 +116,15 @@ def merge_splits(out, lse, sink, dtype):
 def _scratch(d, dv, cache_dtype, bs, padded, wide_out, interpret):
     fp8 = cache_dtype == jnp.float8_e4m3fn
     ring = lambda width: mg.matrix_smem((_STAGES, _TILE, width), cache_dtype)  # noqa: E731
-    wide = lambda width: mg.matrix_smem((_TILE, width), jnp.bfloat16) if fp8 else None  # noqa: E731
+    wide = lambda width: mg.matrix_smem((_TILE, width), jnp.float16) if fp8 else None  # noqa: E731
+    operand = jnp.float16 if fp8 else jnp.bfloat16
     return {
-        "q_smem": mg.matrix_smem((ROWS, d), jnp.bfloat16),
+        "q_smem": mg.matrix_smem((ROWS, d), operand),
         "k_ring": ring(d),
         "v_ring": ring(dv),
         "k_wide": wide(d),
         "v_wide": wide(dv),
-        "p_smem": mg.matrix_smem((ROWS, _TILE), jnp.bfloat16) if interpret else None,
+        "p_smem": mg.matrix_smem((ROWS, _TILE), operand) if interpret else None,
         "o_smem": plgpu.SMEM((ROWS, dv), jnp.float32 if wide_out else jnp.bfloat16),
         "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "q_ready": plgpu.Barrier(),
@@ -182,7 +189,7 @@ def _body(tables, lens, q, k_pool, v_pool, out, lse_out, *, scale2, splits, padd
 
 
 def _operands(k8, v8, k_wide, v_wide):
-    """The tile as bf16: where it lies, or widened from e4m3 into its own buffers."""
+    """The tile as wgmma takes it: where it lies, or widened from e4m3 into its own buffers."""
     if k_wide is None:
         return k8, v8
     mg.widen(k8, k_wide)
