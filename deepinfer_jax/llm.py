@@ -14,6 +14,7 @@ from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+from deepinfer_jax.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -193,6 +194,10 @@ class LLM:
         """Lets ended sequences give their blocks back."""
         while self.engine.num_unfinished_requests == 0 and self.engine.has_unfinished_requests():
             self.engine.step()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer; None where its folder has none."""
+        return self.engine.tokenizer
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
