@@ -91,6 +91,8 @@ def build_request(engine: LLMEngine, request_id: str, prompt: PromptInput, param
     """A Request with its n sequences, spread over the local ranks by load; nothing is queued yet."""
     text, ids = tokenize_prompt(engine, request_id, prompt)
     request = Request(request_id, text, ids, params, metrics=RequestMetrics(time.time() if arrival_time is None else arrival_time))
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs = [None]  # nothing precedes the first token
     tokens = np.asarray(ids, np.int32)
     rank = engine.least_loaded_rank()
     base_seed = engine.draw_seed() if params.seed is None else params.seed

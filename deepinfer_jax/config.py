@@ -70,9 +70,9 @@ class EngineArgs:
         self.engine_type = parse_engine_type(self.engine_type)
         if self.tokenizer is None:
             self.tokenizer = self.model
-        policy = self.engine_type.policy
-        environ.set_default("ZERO_OVERHEAD_SCHEDULING", policy.default_zero_overhead_scheduling)
-        environ.set_default("USE_MULTIMODAL_POOL", policy.default_multimodal_pool)
+        environ.apply_role_defaults(self.engine_type.policy)
+        if self.zero_overhead_scheduling is None:  # read now: a later engine of this process may have another role
+            self.zero_overhead_scheduling = bool(environ.get("ZERO_OVERHEAD_SCHEDULING"))
 
 
 def parse_engine_type(value: EngineType | str | int) -> EngineType:
@@ -142,7 +142,6 @@ class EngineConfig:
         if not 1 < max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings), got {max_model_len}")
         batched = args.max_num_batched_tokens or max(max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + nextn))
-        zos = environ.get_bool("ZERO_OVERHEAD_SCHEDULING") if args.zero_overhead_scheduling is None else args.zero_overhead_scheduling
         dtype = _dtype("dtype", args.dtype)
         return cls(
             args=args,
@@ -156,7 +155,7 @@ class EngineConfig:
             max_num_batched_tokens=batched,
             max_num_seqs=args.max_num_seqs,
             block_size=args.block_size,
-            zos=zos,
+            zos=bool(args.zero_overhead_scheduling),
             nextn=nextn,
             prefill_buckets=_buckets("prefill_buckets", args.prefill_buckets, 16, batched) if policy.does_prefill else (),
             decode_buckets=_buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs) if policy.does_decode else (),

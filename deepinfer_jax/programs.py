@@ -80,7 +80,7 @@ def clone_layout() -> PackedLayout:
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """kind: prefill | decode | admit | update | counts | clone_blocks | clone_states; size: its bucket; steps: decode steps per dispatch."""
+    """kind: a name of `StepPrograms.function`; size: its bucket; steps: decode steps per dispatch."""
 
     kind: str
     size: int = 0

@@ -30,7 +30,6 @@ class Completion:
     seed: int
     consumed: int = 0  # output tokens already given to the detokenizer
     reported: int = 0  # output tokens already part of a DELTA output
-    reported_text: int = 0
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -72,13 +71,14 @@ class Completion:
     def output(self, delta: bool) -> CompletionOutput:
         """A snapshot; with delta, only what no earlier delta output held."""
         tokens = self.seq.output_token_ids
-        text = self.detokenizer.text if self.detokenizer is not None else ""
-        first, text_from = (self.reported, self.reported_text) if delta else (0, 0)
+        text, first = "", 0
+        if self.detokenizer is not None:
+            text = self.detokenizer.take_text() if delta else self.detokenizer.text
         if delta:
-            self.reported, self.reported_text = len(tokens), len(text)
+            first, self.reported = self.reported, len(tokens)
         return CompletionOutput(
             index=self.index,
-            text=text[text_from:],
+            text=text,
             token_ids=tokens[first:].tolist(),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[first:],
@@ -131,8 +131,7 @@ class Request:
     def add_prompt_logprobs(self, rows: ResultRows, first_row: int, first_position: int, count: int, tokenizer: Tokenizer | None) -> None:
         """Entries for prompt positions first_position.. from consecutive result rows."""
         assert self.params.prompt_logprobs is not None
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
+        assert self.prompt_logprobs is not None
         if len(self.prompt_logprobs) != first_position:
             return  # a recomputed chunk of a preempted request: these positions are known
         for row in range(first_row, first_row + count):
