@@ -115,7 +115,8 @@ def _grow(
 def _preempt_until_fits(s: Scheduler, slots: np.ndarray, need: np.ndarray, out: SchedulerOutputs) -> np.ndarray:
     """LCFS: serve from the shortest output, preempt from the longest; bool mask of those that run.
 
-    If ended sequences are about to give back enough blocks, a sequence misses this step instead of costing anybody's work.
+    A sequence misses this step, costing nobody's work, if ended sequences are about to give back enough blocks; or if it would
+    have to preempt itself while its next token is in flight: dropping that token, time and again, would be no progress.
     """
     keep = np.ones(slots.size, bool)
     order = _lcfs_order(s, slots)
@@ -123,19 +124,22 @@ def _preempt_until_fits(s: Scheduler, slots: np.ndarray, need: np.ndarray, out: 
     front, committed = 0, 0
     for back in range(order.size - 1, -1, -1):
         row = order[back]
-        if back < front or not need[row]:
-            continue
+        if back < front:
+            break
         if s.blocks.num_free - committed < need[row] <= releasing:
             releasing -= int(need[row])
             keep[row] = False
             continue
-        while s.blocks.num_free - committed < need[row] and front <= back:
-            victim = order[front]
+        while s.blocks.num_free - committed < need[row] and front < back:
+            keep[order[front]] = False
+            s.preempt(s.slots.seq_at(int(slots[order[front]])), out)
             front += 1
-            keep[victim] = False
-            s.preempt(s.slots.seq_at(int(slots[victim])), out)
-        if keep[row]:
+        if s.blocks.num_free - committed >= need[row]:
             committed += int(need[row])
+            continue
+        keep[row] = False
+        if not s.slots.in_flight[slots[row]]:
+            s.preempt(s.slots.seq_at(int(slots[row])), out)
     return keep
 
 

@@ -112,6 +112,13 @@ class Scheduler(entry.EntryMixin):
             raise ValueError(f"request {seq.request_id!r}: this id is already in use ({self._seqs[seq.request_id].status.name})")
         if seq.status is not SequenceStatus.WAITING or seq.num_blocks:
             raise ValueError(f"request {seq.request_id!r}: cannot add a sequence in status {seq.status.name} with {seq.num_blocks} blocks")
+        if self.policy.does_prefill:
+            self._check_chunking(seq)
+        if self.policy.reserves_output_storage:
+            seq._reserve_storage(min(seq.prompt_len + seq.max_tokens, max(seq.prompt_len, self.config.max_model_len) + 1))
+        self._seqs[seq.request_id] = seq
+
+    def _check_chunking(self, seq: Sequence) -> None:
         if seq.chunk_checkpoints and not self.config.chunked_prefill:
             raise ValueError(f"request {seq.request_id!r}: chunk_checkpoints {seq.chunk_checkpoints} need chunked_prefill")
         for span in seq.image_spans:
@@ -120,9 +127,6 @@ class Scheduler(entry.EntryMixin):
                     f"request {seq.request_id!r}: image [{span.start}, {span.end}) has {span.end - span.start} tokens, "
                     f"more than a step holds ({self.config.prefill_budget})"
                 )
-        if self.policy.reserves_output_storage:
-            seq._reserve_storage(min(seq.prompt_len + seq.max_tokens, max(seq.prompt_len, self.config.max_model_len) + 1))
-        self._seqs[seq.request_id] = seq
 
     def abort(self, request_id: str | int) -> bool:
         """Ends a request wherever it stands; False if it is unknown or has ended already. What it holds is released by the
