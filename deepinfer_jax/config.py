@@ -161,8 +161,8 @@ class EngineConfig:
             decode_buckets=_buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs) if policy.does_decode else (),
         )
 
-    def scheduler_config(self, num_blocks: int) -> SchedulerConfig:
-        """The scheduler's view of this engine, one per DP rank."""
+    def scheduler_config(self, num_blocks: int, num_state_slots: int = 0) -> SchedulerConfig:
+        """The scheduler's view of this engine, one per DP rank. num_state_slots: rows of the StateCaches, 0 without any."""
         a = self.args
         return SchedulerConfig(
             role=self.role,
@@ -176,6 +176,7 @@ class EngineConfig:
             nextn=self.nextn,
             zos=self.zos,
             context_parallel_size=self.context_parallel_size,
+            num_state_slots=num_state_slots,
             enable_prefix_caching=a.enable_prefix_caching,
             **a.scheduler_options,
         )

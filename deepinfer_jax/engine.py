@@ -49,7 +49,9 @@ class LLMEngine:
         self.warm_up_seconds = self.runner.warm_up() if args.warm_up else 0.0
         ranks = self.runner.placement.local_ranks
         self.dp_group = dp_group or LocalDPGroup(len(ranks))
-        scheduler_config = self.config.scheduler_config(self.runner.num_blocks)
+        programs = self.runner.programs
+        state_slots = programs.num_state_slots if programs.has_state_caches else 0
+        scheduler_config = self.config.scheduler_config(self.runner.num_blocks, state_slots)
         self.schedulers = [Scheduler(scheduler_config) for _ in ranks]
         self.group = SchedulerGroup(self.schedulers, self.dp_group)
         self.stats_log = EngineStats(self)
@@ -139,32 +141,47 @@ class LLMEngine:
         """Schedules and enqueues one step, then processes its results (with zero-overhead scheduling: the previous step's)."""
         with self._lock:
             start = time.perf_counter()
-            outputs = self.group.schedule()
-            self._edit_caches(outputs)
-            self.post_schedule(outputs)
-            if outputs[0].step_type is StepType.DECODE:
-                copying = [seq for o in outputs for seq in o.seqs if self.should_copy_state(seq)] if self._copies_state else []
-                if copying:
-                    self.do_copy_state(copying)
-            in_flight = self._dispatch(outputs)
-            self.pre_sampler_sync(outputs)
-            record = StepRecord.of(outputs, in_flight, start, time.perf_counter())
+            substeps = self._schedule()
+            in_flight = self._dispatch(substeps)
+            self.pre_sampler_sync(substeps)
+            record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
             done, self._pending = (self._pending, in_flight) if self.config.zos else (in_flight, None)
             results = self.post_process(done, record)
             if not self.policy.does_decode:
                 self.send_processed_prompts()
-            results += self._outputs_outside_steps(outputs)
+            results += self._outputs_outside_steps(substeps)
             self.stats_log.record(record)
             return results
 
-    def _edit_caches(self, outputs: list[SchedulerOutputs]) -> None:
-        if any(o.clone_blocks for o in outputs):
-            self.runner.clone("clone_blocks", [o.clone_blocks for o in outputs])
-        if any(o.clone_states for o in outputs):
-            self.runner.clone("clone_states", [o.clone_states for o in outputs])
+    def _schedule(self) -> list[list[SchedulerOutputs]]:
+        """One step's outputs per local rank; several steps' (num_decode_steps) while nothing but decoding is going on."""
+        outputs = self._schedule_one()
+        substeps = [outputs]
+        more = self.args.num_decode_steps - 1
+        if more and outputs[0].step_type is StepType.DECODE:
+            idle = [s.num_waiting + s.num_prompted == 0 for s in self.schedulers]
+            if self.dp_group.all_reduce_min([int(i) for i in idle]):
+                substeps += [self._schedule_one() for _ in range(more)]
+        return substeps
 
-    def _dispatch(self, outputs: list[SchedulerOutputs]) -> InFlight | None:
+    def _schedule_one(self) -> list[SchedulerOutputs]:
+        outputs = self.group.schedule()
+        for kind in ("clone_blocks", "clone_states"):
+            pairs = [getattr(o, kind) for o in outputs]
+            if any(pairs):
+                self.runner.clone(kind, pairs)
+        if any(o.zero_states for o in outputs):
+            self.runner.clone("zero_states", [[(0, slot) for slot in o.zero_states] for o in outputs])
+        self.post_schedule(outputs)
+        if self._copies_state and outputs[0].step_type is StepType.DECODE:
+            copying = [seq for o in outputs for seq in o.seqs if self.should_copy_state(seq)]
+            if copying:
+                self.do_copy_state(copying)
+        return outputs
+
+    def _dispatch(self, substeps: list[list[SchedulerOutputs]]) -> InFlight | None:
         """Admits, then enqueues the forward pass and sampling. None if no rank of the group has anything to compute."""
+        outputs = substeps[0]
         self._admit(outputs)
         busy = self.dp_group.all_reduce_min([int(o.is_empty) for o in outputs]) == 0
         if outputs[0].step_type is StepType.PREFILL:
@@ -173,7 +190,7 @@ class LLMEngine:
         if not self.policy.does_decode and busy:
             raise RuntimeError(f"{self.name}: a {self.config.role.name} engine was given a decode step: {outputs}")
         rows = -self.dp_group.all_reduce_min([-len(o.slots) for o in outputs])
-        return self.runner.dispatch_decode(outputs, rows) if busy else None
+        return self.runner.dispatch_decode(substeps, rows) if busy else None
 
     def _admit(self, outputs: list[SchedulerOutputs]) -> None:
         admitted = [o.admitted for o in outputs]
@@ -194,11 +211,11 @@ class LLMEngine:
         c = self._completions[seq.request_id]
         return c.index == 0 and c.params.prompt_logprobs is not None
 
-    def pre_sampler_sync(self, outputs: list[SchedulerOutputs]) -> None:
+    def pre_sampler_sync(self, substeps: list[list[SchedulerOutputs]]) -> None:
         """Runs after the sampler is enqueued and before its result is waited for."""
-        scheduled = [seq for o in outputs for seq in o.seqs] if self._reads_scheduled else []
-        finished = [seq for o in outputs for seq in o.finished]
-        if outputs[0].step_type is StepType.PREFILL:
+        scheduled = [seq for o in substeps[0] for seq in o.seqs] if self._reads_scheduled else []
+        finished = [seq for outputs in substeps for o in outputs for seq in o.finished]
+        if substeps[0][0].step_type is StepType.PREFILL:
             self.pe_prepare_save_kvcache(scheduled, finished)
         else:
             self.do_save_kvcache(scheduled, finished)
@@ -213,21 +230,22 @@ class LLMEngine:
         if done is None:
             return []
         wait_start = time.perf_counter()
-        rows = done.wait()
+        results = done.wait()
         if record is not None:
             record.device_wait = time.perf_counter() - wait_start
         now = time.time()
-        prefill = done.outputs[0].step_type is StepType.PREFILL
-        if prefill:
-            scheduled = [seq for o in done.outputs for seq in o.seqs]
+        touched: dict[str, Request] = {}
+        if done.is_prefill:
+            outputs = done.substeps[0]
+            scheduled = [seq for o in outputs for seq in o.seqs]
             self.pe_do_save_kvcache(scheduled, [seq for seq in scheduled if seq.is_finished])
             self._take_prompt_logprobs(done)
-        touched: dict[str, Request] = {}
-        for rank, (o, result) in enumerate(zip(done.outputs, rows, strict=True)):
-            if prefill:
-                self._process_prefill(rank, o, result, now, touched)
-            else:
-                self._process_decode(rank, o, result, now, touched)
+            for rank, (o, rows) in enumerate(zip(outputs, results[0], strict=True)):
+                self._process_prefill(rank, o, rows, now, touched)
+        else:
+            for outputs, step_results in zip(done.substeps, results, strict=True):
+                for rank, (o, rows) in enumerate(zip(outputs, step_results, strict=True)):
+                    self._process_decode(rank, o, rows, now, touched)
         return [self.process_output(self._request_output(r)) for r in touched.values() if self._due(r)]
 
     # ---- results ---------------------------------------------------------------------------------------------------
@@ -337,9 +355,9 @@ class LLMEngine:
             self._completions.pop(c.seq.request_id, None)
         self.stats_log.finished(request)
 
-    def _outputs_outside_steps(self, outputs: list[SchedulerOutputs]) -> list[RequestOutput]:
+    def _outputs_outside_steps(self, substeps: list[list[SchedulerOutputs]]) -> list[RequestOutput]:
         """Outputs of requests that ended without a token: refused, aborted, stopped by preemption, failed."""
-        for seq in [s for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished]:
+        for seq in [s for outputs in substeps for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished]:
             c = self._completions.get(seq.request_id)
             if c is not None:
                 c.consume()

@@ -40,12 +40,13 @@ class StepRecord:
     cache_usage: float = 0.0
 
     @classmethod
-    def of(cls, outputs: list[SchedulerOutputs], in_flight: InFlight | None, start: float, now: float) -> StepRecord:
+    def of(cls, substeps: list[list[SchedulerOutputs]], in_flight: InFlight | None, start: float, now: float) -> StepRecord:
+        outputs = substeps[0]
         prefill = outputs[0].step_type is StepType.PREFILL
         kind = "idle" if in_flight is None else "prefill" if prefill else "decode"
         sequences = sum(len(o.prefill) if prefill else len(o.slots) for o in outputs)
         padded = 0 if in_flight is None else in_flight.key.size * in_flight.key.steps * len(outputs)
-        return cls(start, kind, sequences, sum(o.num_tokens for o in outputs), padded, now - start)
+        return cls(start, kind, sequences, sum(o.num_tokens for step in substeps for o in step), padded, now - start)
 
 
 class EngineStats:

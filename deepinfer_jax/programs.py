@@ -56,9 +56,10 @@ def prefill_layout(tokens: int, max_seqs: int, max_pages: int) -> PackedLayout:
 
 
 def decode_layout(rows: int) -> PackedLayout:
-    """Inputs of a decode step: the slots that take part (num_slots: padding) and new block-table entries."""
+    """Inputs of a decode step: the slots that take part (num_slots: padding), in how many of the program's steps each takes
+    part, and new block-table entries."""
     updates = max(rows, 8)
-    fields = {"slots": ((rows,), np.int32)}
+    fields = {"slots": ((rows,), np.int32), "row_steps": ((rows,), np.int32)}
     fields |= {f"update_{name}": ((updates,), np.int32) for name in ("slots", "pages", "blocks")}
     return PackedLayout(fields)
 
@@ -126,6 +127,10 @@ class StepPrograms:
     # ---- shapes ----------------------------------------------------------------------------------------------------
 
     @property
+    def has_state_caches(self) -> bool:
+        return any(not isinstance(s, kv_cache.PagedCache) for s in self.cache_specs)
+
+    @property
     def num_state_slots(self) -> int:
         """Rows of each StateCache: one per sequence that may be alive, plus the null row 0."""
         return int(self.config.max_num_seqs * 1.2) + 2
@@ -147,7 +152,7 @@ class StepPrograms:
                 return update_layout()
             case "counts":
                 return counts_layout(c.runtime_max_model_len)
-            case "clone_blocks" | "clone_states":
+            case "clone_blocks" | "clone_states" | "zero_states":
                 return clone_layout()
         raise ValueError(f"unknown program {key}")
 
@@ -244,12 +249,13 @@ class StepPrograms:
 
     def _decode(self, key: ProgramKey, params, caches: Caches, state: DecodeState, row: jax.Array):
         inputs = self.layout(key).unpack(row)
-        slots = inputs["slots"]
+        row_steps = inputs["row_steps"]
         state = state.update_tables(inputs["update_slots"], inputs["update_pages"], inputs["update_blocks"])
         model = self._model(params)
 
-        def one_step(carry, _):
+        def one_step(carry, step):
             caches, state = carry
+            slots = jnp.where(step < row_steps, inputs["slots"], state.num_slots)
             batch = state.decode_batch(slots, self.config.block_size, self.num_blocks)
             hidden, caches = model(caches, batch)
             result = sampler.sample(
@@ -259,9 +265,9 @@ class StepPrograms:
             return (caches, state), pack_result(result)
 
         if key.steps == 1:
-            (caches, state), results = one_step((caches, state), None)
+            (caches, state), results = one_step((caches, state), 0)
             return caches, state, (results,)
-        (caches, state), results = jax.lax.scan(one_step, (caches, state), None, length=key.steps)
+        (caches, state), results = jax.lax.scan(one_step, (caches, state), jnp.arange(key.steps))
         return caches, state, (results.swapaxes(0, 1).reshape(key.size * key.steps, -1),)
 
     def _admit(self, key, params, caches, state, row):
@@ -286,7 +292,11 @@ class StepPrograms:
         x = self.layout(key).unpack(row)
         paged = key.kind == "clone_blocks"
         names = {s.name for s in self.cache_specs if isinstance(s, kv_cache.PagedCache) == paged}
-        copy = lambda pool: pool.at[x["targets"]].set(pool[x["sources"]], mode="drop")  # noqa: E731
+
+        def copy(pool: jax.Array) -> jax.Array:
+            new = jnp.zeros_like(pool[x["sources"]]) if key.kind == "zero_states" else pool[x["sources"]]
+            return pool.at[x["targets"]].set(new, mode="drop")
+
         return {n: tuple(map(copy, c)) if n in names else c for n, c in caches.items()}, state, ()
 
     # ---- compilation -----------------------------------------------------------------------------------------------
@@ -301,6 +311,7 @@ class StepPrograms:
             "counts": self._counts,
             "clone_blocks": self._clone,
             "clone_states": self._clone,
+            "zero_states": self._clone,
         }
         caches = kv_cache.cache_specs_tree(self.cache_specs, self.axes)
         body = partial(bodies[key.kind], key)
@@ -359,8 +370,8 @@ class StepPrograms:
             keys.append(ProgramKey("counts"))
         if policy.does_decode:
             keys.append(ProgramKey("clone_blocks"))
-            if any(not isinstance(s, kv_cache.PagedCache) for s in self.cache_specs):
-                keys.append(ProgramKey("clone_states"))
+        if self.has_state_caches:
+            keys += [ProgramKey("clone_states"), ProgramKey("zero_states")]
         return keys
 
     def largest_key(self) -> ProgramKey:

@@ -34,8 +34,8 @@ class InFlight:
     """A dispatched step whose results have not been read."""
 
     key: ProgramKey
-    outputs: list[SchedulerOutputs]  # one per local rank
-    results: jax.Array  # i32 [ranks * rows, 3 + 2N] on its way to the host
+    substeps: list[list[SchedulerOutputs]]  # per step of the program, one output per local rank
+    results: jax.Array  # i32 [ranks * rows * steps, 3 + 2N] on its way to the host; a row's steps are neighbours
     prompt_logprobs: jax.Array | None
     placement: RankPlacement
     plp_items: list[list[tuple[Any, int, int]]] = field(default_factory=list)  # per rank: (seq, first position, rows)
@@ -44,16 +44,30 @@ class InFlight:
     def ready(self) -> bool:
         return self.results.is_ready()
 
-    def wait(self) -> list[ResultRows]:
-        """Per local rank, the packed rows; waits for the device."""
-        return self._split(self.results)
+    @property
+    def is_prefill(self) -> bool:
+        return self.key.kind == "prefill"
+
+    def wait(self) -> list[list[ResultRows]]:
+        """Per step of the program and local rank, the packed rows in that step's row order; waits for the device."""
+        by_rank = self._split(self.results)
+        if len(self.substeps) == 1:
+            return [[ResultRows(r) for r in by_rank]]
+        first = self.substeps[0]
+        return [
+            [
+                ResultRows(r.reshape(-1, self.key.steps, r.shape[-1])[rows_of(first[i].slots, o.slots), k])
+                for i, (r, o) in enumerate(zip(by_rank, step, strict=True))
+            ]
+            for k, step in enumerate(self.substeps)
+        ]
 
     def wait_prompt_logprobs(self) -> list[ResultRows]:
-        return self._split(self.prompt_logprobs)
+        return [ResultRows(r) for r in self._split(self.prompt_logprobs)]
 
-    def _split(self, array: jax.Array) -> list[ResultRows]:
+    def _split(self, array: jax.Array) -> np.ndarray:
         rows = self.placement.fetch(array)
-        return [ResultRows(r) for r in rows.reshape(len(self.outputs), -1, rows.shape[-1])]
+        return rows.reshape(len(self.substeps[0]), -1, rows.shape[-1])
 
 
 class ModelRunner:
@@ -111,7 +125,7 @@ class ModelRunner:
         results.copy_to_host_async()
         if not any(plp):
             prompt_logprobs = None
-        return InFlight(key, list(outputs), results, prompt_logprobs, self.placement, plp)
+        return InFlight(key, [list(outputs)], results, prompt_logprobs, self.placement, plp)
 
     def _fill_prefill(self, layout, row: np.ndarray, o: SchedulerOutputs, plp_wanted) -> list[tuple[Any, int, int]]:
         view = {name: layout.view(row, name) for name in layout.fields}
@@ -142,31 +156,37 @@ class ModelRunner:
         view["num_prompt_logprobs"][...] = plp_rows
         return plp
 
-    def dispatch_decode(self, outputs: Sequence[SchedulerOutputs], count: int, steps: int = 1) -> InFlight:
-        """Enqueues a decode step over each rank's scheduled slots; padding rows are dropped. Waits for nothing.
+    def dispatch_decode(self, substeps: Sequence[Sequence[SchedulerOutputs]], count: int) -> InFlight:
+        """Enqueues one decode program for one or several consecutive steps of the same slots. Waits for nothing.
 
-        count: the most slots any rank of the group has; all processes must pass the same.
+        substeps: per step, one output per local rank; later steps' slots are a subset of the first's (a sequence may reach its
+        length limit on the way and sits out the rest). count: the most slots any rank of the group has; all processes must
+        pass the same.
         """
-        key = ProgramKey("decode", pick(self.config.decode_buckets, count), steps)
+        key = ProgramKey("decode", pick(self.config.decode_buckets, count), len(substeps))
         layout, rows = self._rows(key)
         nowhere = self.config.max_num_seqs
         overflow = []
-        for row, o in zip(rows, outputs, strict=True):
+        for rank, row in enumerate(rows):
+            outputs = [step[rank] for step in substeps]
+            slots = outputs[0].slots
             view = {name: layout.view(row, name) for name in layout.fields}
             view["slots"][:] = nowhere
-            view["slots"][: len(o.slots)] = o.slots
+            view["slots"][: len(slots)] = slots
+            view["row_steps"][: len(slots)] = len(outputs)
+            for o in outputs[1:]:
+                view["row_steps"][: len(slots)] -= ~np.isin(slots, o.slots)
             view["update_slots"][:] = nowhere
+            updates = [np.concatenate(part) for part in zip(*map(new_entries, outputs), strict=True)]
             room = len(view["update_slots"])
-            slots, pages, blocks = new_entries(o)
-            view["update_slots"][: len(slots[:room])] = slots[:room]
-            view["update_pages"][: len(pages[:room])] = pages[:room]
-            view["update_blocks"][: len(blocks[:room])] = blocks[:room]
-            overflow.append((slots[room:], pages[room:], blocks[room:]))
+            for name, values in zip(("slots", "pages", "blocks"), updates, strict=True):
+                view[f"update_{name}"][: len(values[:room])] = values[:room]
+            overflow.append(tuple(u[room:] for u in updates))
         if any(len(slots) for slots, _, _ in overflow):
             self.update_tables(overflow)
         (results,) = self._call(key, rows.reshape(-1))
         results.copy_to_host_async()
-        return InFlight(key, list(outputs), results, None, self.placement)
+        return InFlight(key, [list(o) for o in substeps], results, None, self.placement)
 
     def update_tables(self, updates: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
         """Per rank (slots, pages, blocks): new block-table entries outside a decode step."""
@@ -225,6 +245,12 @@ class ModelRunner:
                 layout.view(row, "sources")[: len(part)] = [s for s, _ in part]
                 layout.view(row, "targets")[: len(part)] = [t for _, t in part]
             self._call(ProgramKey(kind), rows.reshape(-1))
+
+
+def rows_of(slots: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The position in `slots` of each entry of `wanted` (all distinct, all present)."""
+    order = np.argsort(slots)
+    return order[np.searchsorted(slots, wanted, sorter=order)]
 
 
 def new_entries(o: SchedulerOutputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
