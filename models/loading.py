@@ -12,6 +12,7 @@ Parameters are a plain nested dict of arrays (`nnx.merge(graphdef, params)` insi
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from deepinfer_jax.models.layers.quant import quant_format
 from deepinfer_jax.models.materialize import Index, Materializer, Slot, random_slice
 from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.models.rules import Rule, WeightRules
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -144,6 +147,8 @@ def _load(
     jobs = [Materializer(checkpoint, r, slots[t], slots.get(scales.get(t, "")), tp) for t, r in rules.items()]
     if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(checkpoint, weight_rules):
         raise ValueError(f"{checkpoint.folder} does not fit {model_class.__name__}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    if left := [name for name in checkpoint.tensors if weight_rules.is_ignored(name)]:
+        logger.info("%s: %d tensors are not loaded, such as %s", checkpoint.folder, len(left), left[0])
     arrays: dict[tuple, jax.Array] = {}
     for job in jobs:
         path = paths[job.slot.path]

@@ -29,7 +29,7 @@ class Qwen3MoeConfig(DenseConfig):
 
     moe_layers: tuple[bool, ...] = ()
     moe_intermediate_size: int = 0
-    router: RouterConfig = RouterConfig(1, 1)
+    router: RouterConfig = field(default_factory=lambda: RouterConfig(1, 1))
     moe: MoeOptions = field(default_factory=MoeOptions)
 
 

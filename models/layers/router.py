@@ -56,10 +56,7 @@ def limit_groups(choice: jax.Array, config: RouterConfig) -> jax.Array:
     if config.topk_groups == config.num_groups:
         return choice
     groups = choice.reshape(choice.shape[0], config.num_groups, -1)
-    if config.group_score == "top2":
-        ranking = jax.lax.top_k(groups, 2)[0].sum(-1)
-    else:
-        ranking = groups.max(-1)
+    ranking = jax.lax.top_k(groups, 2)[0].sum(-1) if config.group_score == "top2" else groups.max(-1)
     kept = jax.lax.top_k(ranking, config.topk_groups)[1]
     allowed = (kept[:, :, None] == jnp.arange(config.num_groups)).any(1)
     masked = jnp.where(allowed[:, :, None], groups, 0.0 if config.group_score == "max" else -jnp.inf)

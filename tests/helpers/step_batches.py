@@ -61,8 +61,9 @@ class Driver:
     """One loaded model on a mesh (replica, ep, tp); `step` runs a batch per rank and returns hidden states and logits."""
 
     def __init__(
-        self, loaded, axes: ParallelAxes = ParallelAxes(), mesh: Mesh | None = None, *, num_blocks: int = 64, pages: int = 16
-    ) -> None:  # noqa: B008
+        self, loaded, axes: ParallelAxes | None = None, mesh: Mesh | None = None, *, num_blocks: int = 64, pages: int = 16
+    ) -> None:
+        axes = axes or ParallelAxes()
         self.loaded, self.axes, self.num_blocks = loaded, axes, num_blocks
         self.mesh = mesh or make_mesh(axes)
         self.ranks = [Rank(pages) for _ in range(axes.dp)]
