@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from deepinfer_jax.cli import common
 from deepinfer_jax.cli.prompts import Prompt, read_prompts, write_results
+from deepinfer_jax.cli.speed import Stopwatch
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ def _can_stream(args: argparse.Namespace, params: Sequence[SamplingParams]) -> b
 
 
 def _stream_one(llm: LLM, prompt: Prompt, token_ids: list[int], params: SamplingParams) -> None:
-    start = time.perf_counter()
     params = params.replace(output_kind=RequestOutputKind.DELTA)
-    last, tokens = common.show_stream(llm.stream(prompt_token_ids=token_ids, sampling_params=params), _write_now)
+    with Stopwatch() as watch:
+        last, tokens = common.show_stream(llm.stream(prompt_token_ids=token_ids, sampling_params=params), _write_now)
     print()
     _report_failures([prompt], [last])
-    _print_speed(1, tokens, time.perf_counter() - start)
+    print(watch.report(1, tokens), file=sys.stderr)
 
 
 def _report_failures(prompts: Sequence[Prompt], completions: Sequence[CompletionOutput]) -> None:
@@ -118,15 +118,10 @@ def _write_now(text: str) -> None:
 
 def _generate(args: argparse.Namespace, llm: LLM, token_ids: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
     progress = sys.stderr.isatty() if args.progress is None else args.progress
-    start = time.perf_counter()
-    outputs = llm.generate(prompt_token_ids=token_ids, sampling_params=params, use_tqdm=progress)
-    _print_speed(len(outputs), sum(len(c.token_ids) for o in outputs for c in o.outputs), time.perf_counter() - start)
+    with Stopwatch() as watch:
+        outputs = llm.generate(prompt_token_ids=token_ids, sampling_params=params, use_tqdm=progress)
+    print(watch.report(len(outputs), sum(len(c.token_ids) for o in outputs for c in o.outputs)), file=sys.stderr)
     return outputs
-
-
-def _print_speed(requests: int, tokens: int, seconds: float) -> None:
-    noun = "prompt" if requests == 1 else "prompts"
-    print(f"{requests} {noun}, {tokens} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):.1f} tokens/s", file=sys.stderr)
 
 
 def _print_answers(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], *, as_text: bool) -> None:

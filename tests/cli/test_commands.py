@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 import tiny_tokenizers as tiny
 
 from deepinfer_jax import cli
 from deepinfer_jax.cli import common
+from deepinfer_jax.cli.speed import Stopwatch
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind
 from deepinfer_jax.tokenizer import Tokenizer
@@ -175,6 +177,17 @@ def test_usage_errors(capsys):
     with pytest.raises(SystemExit):
         run("genrate")
     assert "unknown command 'genrate'; known: generate, chat, info" in capsys.readouterr().err
+
+
+def test_speed_line_separates_the_compiler():
+    watch = Stopwatch()
+    watch.seconds, watch.compiling = 4.0, 0.1
+    assert watch.report(1, 8) == "1 prompt, 8 tokens in 4.0 s: 2.0 tokens/s"
+    watch.compiling = 3.0
+    assert watch.report(2, 8) == "2 prompts, 8 tokens in 4.0 s: 2.0 tokens/s (3.0 s of it compiling; 8.0 tokens/s without)"
+    with watch:
+        jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7,), "float32")).compile()
+    assert 0 < watch.compiling <= watch.seconds
 
 
 def chat(monkeypatch, llm, text: str, *argv: str) -> None:
