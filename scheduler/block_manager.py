@@ -141,12 +141,19 @@ class BlockManager:
         self._entries[block] = (key, parent, content, node)
         return node
 
+    def uncache(self, block: int) -> None:
+        """The prefix cache forgets a used block, because its holder is about to overwrite part of it."""
+        entry = self._entries.pop(block, None)
+        if entry is not None:
+            del self._buckets[entry[0]]
+
     def drop_cache(self) -> None:
-        """Forgets every cached prefix (weights were replaced, for instance). Used blocks stay used."""
+        """Forgets every cached prefix (the weights were replaced, for instance). Raises ValueError while blocks are in use: their
+        holders would make outdated content findable later."""
+        if self.num_used:
+            raise ValueError(f"cannot drop the prefix cache: {self.num_used} blocks are in use")
         while self._evictable:
             self._evict_one()
-        self._entries.clear()
-        self._buckets.clear()
 
     # ---- integrity
 

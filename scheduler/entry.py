@@ -163,10 +163,10 @@ class EntryMixin:
             fork._decoding = True
             fork.status = SequenceStatus.PROMPTED
             self.prompted.append(fork)
-            if fork.num_tokens >= self.max_len_of(fork):
-                self.finish(fork, SequenceStatus.FINISHED_LENGTH)
         else:
             self.waiting.appendleft(fork)
+        if fork.num_tokens >= self.max_len_of(fork):
+            self.finish(fork, SequenceStatus.FINISHED_LENGTH)
         return fork
 
     def _check_fork(self, source: Sequence, fork: Sequence, cached: int, table: np.ndarray, prompt_logprobs: bool) -> None:
@@ -197,6 +197,9 @@ def _fork_of(source: Sequence, request_id: str | int, num_tokens: int | None, re
     keep = source.num_tokens if num_tokens is None else num_tokens
     if not 1 <= keep <= source.num_tokens:
         raise ValueError(f"request {request_id!r}: num_tokens must lie in [1, {source.num_tokens}], got {num_tokens}")
+    image = source.image_around(keep)
+    if image is not None:
+        raise ValueError(f"request {request_id!r}: num_tokens={keep} would cut the image [{image.start}, {image.end})")
     tokens = source.token_ids[:keep].copy()
     if replace_last is not None:
         tokens[-1] = replace_last

@@ -195,6 +195,7 @@ def clone_last_block(s: Scheduler, seq: Sequence, new: np.ndarray, out: Schedule
     seq._shares_last_block = False
     last = seq._blocks[-1:].copy()
     if s.blocks.ref_counts[last[0]] == 1:
+        s.blocks.uncache(int(last[0]))  # the source may have filled it before it left
         return new
     seq._blocks = np.concatenate([seq._blocks[:-1], new[:1]])
     out.clone_blocks.append((int(last[0]), int(new[0])))

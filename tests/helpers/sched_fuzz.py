@@ -122,7 +122,9 @@ class PromptDriver(Driver):
                     continue
                 rank = self.rng.randrange(len(self.ce.schedulers))
                 twin = Sequence(**self.arguments[seq.request_id])
-                reserved = self.ce.config.pages(seq.num_tokens) <= self.ce.config.num_blocks and self.ce.schedulers[rank].reserve(twin, seq.num_tokens)
+                reserved = self.ce.config.pages(seq.num_tokens) <= self.ce.config.num_blocks and self.ce.schedulers[rank].reserve(
+                    twin, seq.num_tokens
+                )
                 if not reserved and not self.ce.schedulers[rank].has_unfinished() and self.rng.random() < 0.5:
                     self._drop(scheduler, seq)
                     continue

@@ -1,0 +1,166 @@
+"""The role table, one test per row."""
+
+import json
+import os
+
+import pytest
+
+from deepinfer_jax import environ
+from deepinfer_jax.scheduler import ROLE_POLICIES, EngineType, Scheduler, SchedulerConfig, Sequence
+
+ROLES = (EngineType.NORMAL, EngineType.PROMPT, EngineType.COMPLETION)
+ROWS = {
+    "runs_prefill": ("does_prefill", (True, True, False)),
+    "runs_decode": ("does_decode", (True, False, True)),
+    "queues_it_serves": ("queues", (("waiting", "prompted", "running"), ("waiting",), ("prompted", "running"))),
+    "zero_overhead_scheduling_default": ("default_zero_overhead_scheduling", (True, False, True)),
+    "multimodal_pool_default": ("default_multimodal_pool", (True, True, False)),
+    "multimodal_processor_never_built_on_completion": ("builds_multimodal_processor", (True, True, False)),
+    "chunked_prefill_recommended_on_prompt": ("recommends_chunked_prefill", (False, True, False)),
+    "captures_prefill_shapes": ("captures_prefill_buckets", (True, True, False)),
+    "captures_decode_shapes": ("captures_decode_buckets", (True, False, True)),
+    "memory_profile_shape": ("profiles_prefill_shape", (True, True, False)),
+    "draft_token_slots": ("has_draft_pool", (True, False, True)),
+    "draft_head_parameters": ("loads_all_draft_parameters", (True, False, True)),
+    "context_parallelism": ("allows_context_parallel", (True, True, False)),
+    "preempted_may_be_recomputed": ("allows_recompute", (True, True, False)),
+    "finished_freed_by_finalize_seq": ("finalizes_finished", (True, False, True)),
+    "output_storage_reserved_at_enqueue": ("reserves_output_storage", (True, False, False)),
+    "eplb_counts_prefill_steps": ("eplb_counts_prefill_steps", (False, True, True)),
+    "moe_buffer_cap": ("moe_cap_is_prefill", (True, True, False)),
+    "fused_norm_rope": ("fuses_norm_rope_unless_batch_invariant", (False, True, False)),
+    "typical_dp": ("typical_dp", (None, (2, 8), (64, 128))),
+    "votes_on_step_type": ("votes_on_step_type", (True, False, False)),
+    "pd_split_hook": ("splits_prefill_decode", (False, True, True)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_role_table_row(row):
+    question, answers = ROWS[row]
+    assert tuple(getattr(ROLE_POLICIES[role], question) for role in ROLES) == answers
+
+
+def test_every_answer_of_a_policy_is_covered_by_a_row():
+    asked = {question for question, _ in ROWS.values()} | {"role", "one_chunk_per_prefill", "empty_prefill_is_a_step"}
+    assert {name for name in vars(ROLE_POLICIES[EngineType.NORMAL])} == asked
+
+
+def test_role_integers_are_a_wire_contract():
+    assert [(role.name, int(role)) for role in EngineType] == [("NORMAL", 0), ("PROMPT", 1), ("COMPLETION", 2)]
+    assert json.loads(json.dumps(EngineType.COMPLETION)) == 2 and EngineType(1) is EngineType.PROMPT
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_engine_name_is_role_and_device(role):
+    assert role.policy.engine_name(3) == f"{role.name}_3" and role.policy.role is role
+
+
+@pytest.mark.parametrize(("role", "tokens"), [(EngineType.NORMAL, 4096), (EngineType.PROMPT, 4096), (EngineType.COMPLETION, 256 * 6)])
+def test_moe_buffer_tokens(role, tokens):
+    assert role.policy.moe_tokens_per_rank(max_prefill_tokens=4096, max_num_seqs=256, nextn=5) == tokens
+
+
+def config(**changes):
+    values = dict(block_size=4, num_blocks=16, max_model_len=32, max_num_batched_tokens=32, max_num_seqs=4)
+    return SchedulerConfig(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(role=EngineType.COMPLETION, context_parallel_size=2), ("COMPLETION", "context_parallel_size=2")),
+        (dict(role=EngineType.COMPLETION, stop_preempted_request=False), ("COMPLETION", "stop_preempted_request")),
+        (dict(max_num_batched_tokens=31), ("max_num_batched_tokens=31", "max_model_len=32")),
+        (dict(max_num_batched_tokens=3, chunked_prefill=True), ("max_num_batched_tokens=3", "block_size=4")),
+        (dict(max_num_batched_tokens=33, context_parallel_size=9), ("max_num_batched_tokens=33", "18", "max_model_len=32")),
+        (dict(prefill_attempt_interval=0), ("prefill_attempt_interval", "0")),
+        (dict(prefill_any_attempt_interval=0), ("prefill_any_attempt_interval", "0")),
+        (dict(prefill_max_sum_seqlen_k=31), ("prefill_max_sum_seqlen_k=31", "32")),
+        (dict(num_blocks=0), ("num_blocks", "0")),
+        (dict(max_num_seqs=0), ("max_num_seqs", "0")),
+        (dict(nextn=-1), ("nextn", "-1")),
+        (dict(role=7), ("7",)),
+        (dict(num_state_slots=8, enable_prefix_caching=True), ("num_state_slots=8", "enable_prefix_caching")),
+        (dict(num_state_slots=4), ("num_state_slots=4", "5")),
+        (dict(expected_output_fraction=1.5), ("expected_output_fraction", "1.5")),
+        (dict(max_waiting_time=-1.0), ("max_waiting_time", "-1.0")),
+    ],
+)
+def test_impossible_configuration_is_refused_naming_values(changes, words):
+    with pytest.raises(ValueError) as error:
+        config(**changes)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_prompt_limit_depends_on_chunking():
+    assert config(max_num_batched_tokens=40).prompt_limit == 32
+    assert config(chunked_prefill=True, max_num_batched_tokens=8).prompt_limit == 32
+
+
+@pytest.mark.parametrize(("nextn", "zos", "bound"), [(0, False, 32), (0, True, 33), (2, False, 36), (2, True, 39)])
+def test_runtime_length_bound(nextn, zos, bound):
+    assert config(nextn=nextn, zos=zos).runtime_max_model_len == bound
+
+
+def test_only_normal_reserves_output_storage_when_queued():
+    for role, reserved in ((EngineType.NORMAL, True), (EngineType.PROMPT, False)):
+        seq = Sequence("a", [1, 2, 3], max_tokens=20)
+        Scheduler(config(role=role)).add_request(seq)
+        assert (seq._buffer.size >= 23) is reserved
+
+
+# ---- environment
+
+
+@pytest.fixture
+def clean_environment(monkeypatch):
+    for name in environ.VARIABLES:
+        monkeypatch.delenv(environ.PREFIX + name, raising=False)
+    environ.rearm(*environ.VARIABLES)
+    yield monkeypatch
+    # apply_role_defaults writes variables that monkeypatch does not know about
+    for name in environ.VARIABLES:
+        os.environ.pop(environ.PREFIX + name, None)
+    environ.rearm(*environ.VARIABLES)
+
+
+@pytest.mark.parametrize(("role", "zos", "pool"), [(ROLES[0], True, True), (ROLES[1], False, True), (ROLES[2], True, False)])
+def test_role_defaults_are_written_if_unset(clean_environment, role, zos, pool):
+    environ.apply_role_defaults(role.policy)
+    assert environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is zos and environ.get_bool("USE_MULTIMODAL_POOL") is pool
+    assert os.environ["DEEPINFER_ZERO_OVERHEAD_SCHEDULING"] == str(int(zos))
+
+
+def test_operators_value_wins_over_the_role_default(clean_environment):
+    clean_environment.setenv("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1")
+    environ.apply_role_defaults(EngineType.PROMPT.policy)
+    assert environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is True
+
+
+def test_snapshot_is_reread_only_when_rearmed(clean_environment):
+    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 70
+    clean_environment.setenv("DEEPINFER_PREFILL_ATTEMPT_INTERVAL", "5")
+    clean_environment.setenv("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", "6")
+    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 70
+    environ.rearm("PREFILL_ATTEMPT_INTERVAL")
+    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 5 and environ.get_int("PREFILL_ANY_ATTEMPT_INTERVAL") == 6
+
+
+@pytest.mark.parametrize(("text", "value"), [("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("yes", True)])
+def test_booleans(clean_environment, text, value):
+    clean_environment.setenv("DEEPINFER_ENFORCE_EAGER", text)
+    environ.rearm("ENFORCE_EAGER")
+    assert environ.get_bool("ENFORCE_EAGER") is value
+
+
+def test_token_ranges_and_malformed_values(clean_environment):
+    clean_environment.setenv("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,7")
+    clean_environment.setenv("DEEPINFER_GC_INTERVAL_STEP", "often")
+    assert environ.get("DECODE_TOKEN_BLACKLIST") == (0, 1, 2, 3, 7)
+    with pytest.raises(ValueError, match="DEEPINFER_GC_INTERVAL_STEP='often'"):
+        environ.get("GC_INTERVAL_STEP")
+    with pytest.raises(KeyError):
+        environ.get("NO_SUCH_THING")
+    with pytest.raises(KeyError):
+        environ.rearm("NO_SUCH_THING")
