@@ -28,43 +28,76 @@ class EngineArgs:
     """
 
     model: str
+    """A Hugging Face folder, a .gguf file, or "demo"."""
     tokenizer: str | None = None
+    """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
+    """Accepted so that scripts port: no code of a checkpoint is ever run."""
     served_model_name: str = "deepinfer-model"
     load_format: str = "auto"
+    """Where weights come from: "auto" reads the checkpoint, "dummy" makes random weights from config.json alone."""
     dtype: str = "auto"
+    """Of weights and activations: float32, bfloat16, float16, or auto (float32 on CPUs, else bfloat16)."""
     kv_cache_dtype: str = "auto"
+    """Of the KV cache; auto: the same as dtype."""
     quantization: str | None = None
+    """Of the linear layers' weights: int8, int4 or fp8."""
     seed: int = 0
+    """Seeds the seeds of requests that bring none."""
     engine_type: EngineType | str | int = EngineType.NORMAL
+    """The role: NORMAL, PROMPT or COMPLETION."""
     max_model_len: int | None = None
+    """Most tokens of a sequence, prompt and output together; by default the model's limit, 4096 at most."""
     max_num_batched_tokens: int | None = None
+    """Most tokens of a prefill step; without chunked_prefill at least max_model_len, which is the default's lower bound."""
     max_num_seqs: int = 256
+    """Most sequences decoded together, per data-parallel rank."""
     block_size: int = 16
+    """Tokens per block of the KV cache."""
     num_blocks: int | None = None
+    """Blocks of the KV cache per rank; by default what fits into memory."""
     gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that weights, programs and caches may take."""
     device_memory_bytes: int | None = None
+    """Memory of one device, where it cannot be asked or should not be believed."""
     chunked_prefill: bool = False
+    """Cut prompts that do not fit into a prefill step."""
     stop_preempted_request: bool = True
+    """End a preempted request instead of computing it again."""
     enable_prefix_caching: bool = False
+    """Share the blocks of equal prompt beginnings."""
     data_parallel_size: int = 0
+    """Attention replicas, each with its own scheduler and cache; 0: as many as expert_parallel_size."""
     expert_parallel_size: int = 1
+    """Ranks that the experts are spread over."""
     tensor_parallel_size: int = 1
+    """Ranks that one replica's weights are split over."""
     context_parallel_size: int = 1
+    """Ranks that one prompt is split over."""
     num_redundant_experts: int = 0
     moe_dispatch: str = "auto"
     zero_overhead_scheduling: bool | None = None
+    """Dispatch a step before the tokens of the one before are read; by default as the role says."""
     num_decode_steps: int = 1
+    """Decode steps per dispatch."""
     max_logprobs: int = 20
+    """The most log-probabilities per token a request may ask for."""
     enable_penalties: bool = True
+    """Keep token counts per slot on the device, which repetition, presence and frequency penalties need."""
     prefill_buckets: tuple[int, ...] | None = None
+    """Token counts that prefill programs are compiled for."""
     decode_buckets: tuple[int, ...] | None = None
+    """Sequence counts that decode programs are compiled for."""
     warm_up: bool = True
+    """Compile every program at construction."""
     compilation_cache: bool = True
+    """Keep compiled programs on disk."""
     strict_compiles: bool = False
+    """Make a compile after warm-up an error."""
     disable_log_stats: bool = False
     metrics_port: int | None = None
     scheduler_options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SchedulerConfig."""
 
     def __post_init__(self) -> None:
         self.engine_type = parse_engine_type(self.engine_type)

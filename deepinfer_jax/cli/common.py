@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, A
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_dataclass_flags(parser, EngineArgs, "engine", skip=_OWN_ENGINE_FLAGS)
+    from deepinfer_jax.llm import LLM
+
+    defaults = {p.name: p.default for p in inspect.signature(LLM).parameters.values() if p.default not in (inspect.Parameter.empty, None)}
+    add_dataclass_flags(parser, EngineArgs, "engine", skip=_OWN_ENGINE_FLAGS, defaults=defaults)
 
 
 def sampling_values(args: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
