@@ -120,6 +120,7 @@ class StepPrograms:
         )
         self.num_blocks = 0
         self._compiled: dict[ProgramKey, Any] = {}
+        self._registered: dict[ProgramKey, Callable[[], Any]] = {}
         self.compiles_after_warm_up = 0
         self.warm = False
         self._rank = rank_spec(self.axes)
@@ -328,6 +329,8 @@ class StepPrograms:
 
     def lower(self, key: ProgramKey, num_blocks: int | None = None) -> Any:
         """Traces and lowers a program against abstract arguments; num_blocks overrides the pools' size (for profiling)."""
+        if key in self._registered:
+            return self._registered[key]()
         saved, self.num_blocks = self.num_blocks, self.num_blocks if num_blocks is None else num_blocks
         try:
             row = jax.ShapeDtypeStruct((self.axes.dp * self.layout(key).size,), jnp.int32, sharding=NamedSharding(self.mesh, self._rank))
@@ -348,6 +351,10 @@ class StepPrograms:
             program = self._compiled[key] = self.lower(key).compile()
         return program
 
+    def register(self, key: ProgramKey, lower: Callable[[], Any]) -> None:
+        """Adds a program with a signature of its own: `lower` traces and lowers it. Warm-up compiles it with the others."""
+        self._registered[key] = lower
+
     def put(self, key: ProgramKey, program: Any) -> None:
         self._compiled[key] = program
 
@@ -360,7 +367,7 @@ class StepPrograms:
     def warm_up_keys(self) -> list[ProgramKey]:
         """Every program this role can need: its row of the bucket table."""
         c, policy = self.config, self.config.policy
-        keys = [ProgramKey("prefill", t) for t in c.prefill_buckets]
+        keys = [ProgramKey("prefill", t) for t in c.prefill_buckets] + list(self._registered)
         steps = sorted({1, c.args.num_decode_steps})
         keys += [ProgramKey("decode", b, k) for b in c.decode_buckets for k in steps]
         keys += [ProgramKey("admit", a) for a in ADMIT_BUCKETS]
