@@ -100,7 +100,7 @@ def load_model(
     slots = {".".join(map(str, p)): Slot.of(".".join(map(str, p)), v) for p, v in variables.items()}
     paths = {".".join(map(str, p)): p for p in variables}
     if load_format == "dummy":
-        arrays = {paths[n]: place(paths[n], s.shape, lambda index, s=s: random_slice(s, index)) for n, s in slots.items()}
+        arrays = {paths[n]: place([(paths[n], s.shape)], lambda indices, s=s: [random_slice(s, indices[0])])[0] for n, s in slots.items()}
     else:
         with Checkpoint(folder) as checkpoint:
             arrays = _load(checkpoint, model_class, model_class.weight_rules(config, axes), slots, paths, place, axes.tp)
@@ -141,22 +141,16 @@ def _load(
     place: _Placer,
     tp: int,
 ) -> dict[tuple, jax.Array]:
-    scales = {name: f"{name}_scale" for name, slot in slots.items() if slot.quant is not None}
     rules = {rule.target: rule for rule in weight_rules.rules}
-    _check_targets(model_class, rules, set(slots) - set(scales.values()))
-    jobs = [Materializer(checkpoint, r, slots[t], slots.get(scales.get(t, "")), tp) for t, r in rules.items()]
+    companions = {path for slot in slots.values() for path in slot.companion_paths}
+    _check_targets(model_class, rules, slots.keys() - companions)
+    jobs = [Materializer(checkpoint, r, [slots[p] for p in (t, *slots[t].companion_paths)], tp) for t, r in rules.items()]
     if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(checkpoint, weight_rules):
         raise ValueError(f"{checkpoint.folder} does not fit {model_class.__name__}:\n  " + "\n  ".join(dict.fromkeys(problems)))
-    if left := [name for name in checkpoint.tensors if weight_rules.is_ignored(name)]:
-        logger.info("%s: %d tensors are not loaded, such as %s", checkpoint.folder, len(left), left[0])
     arrays: dict[tuple, jax.Array] = {}
     for job in jobs:
-        path = paths[job.slot.path]
-        if job.scale_slot is None:
-            arrays[path] = place(path, job.slot.shape, lambda index, job=job: job.build(index)[0])
-        else:
-            scale_path = paths[job.scale_slot.path]
-            arrays[path], arrays[scale_path] = place.pair(path, job.slot.shape, scale_path, job.scale_slot.shape, job.build)
+        targets = [(paths[slot.path], slot.shape) for slot in job.slots]
+        arrays |= zip((path for path, _ in targets), place(targets, job.build), strict=True)
         for name in job.rule.names():
             checkpoint.release(name)
     return arrays
@@ -181,16 +175,10 @@ class _Placer:
     def __init__(self, mesh: Mesh | None, specs: dict[tuple, PartitionSpec]) -> None:
         self.mesh, self.specs = mesh, specs
 
-    def __call__(self, path: tuple, shape: tuple[int, ...], build: Callable[[Index], np.ndarray]) -> jax.Array:
-        return self._place([(path, shape)], lambda indices: (build(indices[0]),))[0]
-
-    def pair(
-        self, path: tuple, shape: tuple[int, ...], scale_path: tuple, scale_shape: tuple[int, ...], build: Callable
-    ) -> tuple[jax.Array, jax.Array]:
-        """A quantised kernel and its scale, built together: `build(index, scale_index) -> (kernel, scale)`."""
-        return self._place([(path, shape), (scale_path, scale_shape)], lambda indices: build(*indices))
-
-    def _place(self, targets: list[tuple[tuple, tuple[int, ...]]], build: Callable) -> tuple[jax.Array, ...]:
+    def __call__(
+        self, targets: list[tuple[tuple, tuple[int, ...]]], build: Callable[[list[Index]], list[np.ndarray]]
+    ) -> tuple[jax.Array, ...]:
+        """targets: (path, global shape) of parameters built together by `build(one slice of each)`."""
         if self.mesh is None:
             parts = build([_whole(shape) for _, shape in targets])
             return tuple(jax.block_until_ready([jax.device_put(part) for part in parts]))

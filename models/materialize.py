@@ -43,6 +43,11 @@ class Slot:
         """The shape of the float tensor that is stored here."""
         return self.shape if self.format is None else (*self.shape[:-1], self.shape[-1] * self.format.packing)
 
+    @property
+    def companion_paths(self) -> tuple[str, ...]:
+        """Paths of the parameters that are stored beside a quantised kernel."""
+        return () if self.format is None else tuple(f"{self.path}{suffix}" for suffix in self.format.suffixes)
+
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Like np.empty, on a 64-byte boundary: what lets a CPU device take the buffer over without a copy."""
@@ -73,33 +78,38 @@ class RowReader:
         factors = expand_blocks(blocks, stop - first, rows.shape[-1])[start - first :]
         return rows.astype(np.float32) * factors
 
-    def quantized_rows(self, start: int, stop: int, fmt: QuantFormat) -> tuple[np.ndarray, np.ndarray]:
-        """(kernel rows, scale rows) in `fmt`; start is a multiple of fmt.row_block."""
+    def quantized_rows(self, start: int, stop: int, fmt: QuantFormat) -> tuple[np.ndarray, ...]:
+        """Rows of the kernel and of its companions in `fmt`; start is a multiple of fmt.row_block."""
         if fmt.name == "fp8" and self.scale is not None:
             return self.data[start:stop], self.scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
         return fmt.quantize(np.asarray(self.float_rows(start, stop), np.float32))
 
 
 class Materializer:
-    """Fills the parameter of `rule`; `build` returns any slice of it, reading only the rows that slice needs."""
+    """Fills the parameter of `rule` and its companions; `build` reads only the rows that the asked slices need.
 
-    def __init__(self, checkpoint: Checkpoint, rule: Rule, slot: Slot, scale_slot: Slot | None, tp: int) -> None:
-        self.checkpoint, self.rule, self.slot, self.scale_slot = checkpoint, rule, slot, scale_slot
+    slots: the parameter, then the companions of its format, if any.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rule: Rule, slots: list[Slot], tp: int) -> None:
+        self.checkpoint, self.rule, self.slot, self.slots = checkpoint, rule, slots[0], slots
         self.lead = 0 if rule.experts is None else 1
+        slot = self.slot
         split = len(slot.shape) > self.lead and slot.logical_axes[self.lead] == "tp"
         self.pieces = () if rule.transform else row_pieces(rule, slot.shape[self.lead], tp if split else 1)
 
-    def build(self, index: Index, scale_index: Index | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """The slice `index` (start and stop given) of the parameter and, when quantised, `scale_index` of its scale."""
+    def build(self, indices: list[Index]) -> list[np.ndarray]:
+        """One slice (start and stop given) of each slot."""
         if self.rule.transform is not None:
-            return self._transformed(index, scale_index)
-        out = aligned_empty(_shape(index), self.slot.dtype)
-        if self.scale_slot is None:
-            self._fill_float(out, index)
-            return out, None
-        scale = aligned_empty(_shape(scale_index), self.scale_slot.dtype)
-        self._fill_quantized(out, scale, index, scale_index)
-        return out, scale
+            return self._transformed(indices)
+        outs = [aligned_empty(_shape(index), slot.dtype) for index, slot in zip(indices, self.slots, strict=True)]
+        if self.slot.format is None:
+            self._fill_float(outs[0], indices[0])
+        elif self._cuts_blocks(self.slot.format.row_block):
+            self._fill_requantized(outs, indices)
+        else:
+            self._fill_quantized(outs, indices)
+        return outs
 
     def source_problems(self) -> list[str]:
         """What the checkpoint lacks or has in another shape or dtype, one line each."""
@@ -166,44 +176,40 @@ class Materializer:
             values = reader.float_rows(start, stop)[(slice(None), *rest)]
             np.copyto(out[lead][row : row + stop - start], values, casting="unsafe")
 
-    def _fill_quantized(self, out: np.ndarray, scale: np.ndarray, index: Index, scale_index: Index) -> None:
+    def _fill_quantized(self, outs: list[np.ndarray], indices: list[Index]) -> None:
         fmt = self.slot.format
-        if self._cuts_blocks(fmt.row_block):
-            self._fill_requantized(out, scale, index, scale_index)
-            return
-        rest, scale_rest = index[self.lead + 1 :], scale_index[self.lead + 1 :]
-        for lead, reader, start, stop, row in self._chunks(index, fmt.row_block):
-            kernel, factors = reader.quantized_rows(start, stop, fmt)
-            out[lead][row : row + stop - start] = kernel[(slice(None), *rest)]
-            first = row // fmt.row_block
-            scale[lead][first : first + factors.shape[0]] = factors[(slice(None), *scale_rest)]
+        blocks = [1] + [fmt.row_block] * len(fmt.suffixes)
+        for lead, reader, start, stop, row in self._chunks(indices[0], fmt.row_block):
+            parts = reader.quantized_rows(start, stop, fmt)
+            for out, part, index, block in zip(outs, parts, indices, blocks, strict=True):
+                rest = index[self.lead + 1 :]
+                out[lead][row // block : row // block + part.shape[0]] = part[(slice(None), *rest)]
 
     def _cuts_blocks(self, block: int) -> bool:
         """Whether a scale block of the fused parameter would hold rows of two sources."""
         return any(p.start % block or p.target_row % block for p in self.pieces)
 
-    def _fill_requantized(self, out: np.ndarray, scale: np.ndarray, index: Index, scale_index: Index) -> None:
+    def _fill_requantized(self, outs: list[np.ndarray], indices: list[Index]) -> None:
         """Fuses as float32 first, for sources whose rows do not fill whole blocks; stored fp8 would not survive that."""
         if stored := [name for name in self.rule.names() if f"{name}_scale_inv" in self.checkpoint.tensors]:
             raise ValueError(f"{self.slot.path}: fusing {stored} would cut their fp8 blocks in two")
-        dense = (*index[:-1], slice(0, self.slot.dense_shape[-1]))
+        dense = (*indices[0][:-1], slice(0, self.slot.dense_shape[-1]))
         values = np.empty(_shape(dense), np.float32)
         self._fill_float(values, dense)
-        kernel, factors = self.slot.format.quantize(values)
-        out[...], scale[...] = kernel[..., index[-1]], factors[..., scale_index[-1]]
+        for out, part, index in zip(outs, self.slot.format.quantize(values), indices, strict=True):
+            out[...] = part[..., index[-1]]
 
-    def _transformed(self, index: Index, scale_index: Index | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def _transformed(self, indices: list[Index]) -> list[np.ndarray]:
         readers = (RowReader(self.checkpoint, name) for name in self.rule.sources)
         tensors = (np.asarray(r.float_rows(0, r.data.shape[0]), np.float32) for r in readers)
         value = np.asarray(self.rule.transform(*tensors))
         if value.shape != self.slot.dense_shape:
             raise ValueError(f"{self.slot.path}: its transform made {value.shape}, the parameter is {self.slot.dense_shape}")
-        if self.scale_slot is None:
-            out = aligned_empty(_shape(index), self.slot.dtype)
-            np.copyto(out, value[index], casting="unsafe")
-            return out, None
-        kernel, scale = self.slot.format.quantize(value)
-        return np.ascontiguousarray(kernel[index]), np.ascontiguousarray(scale[scale_index])
+        parts = (value,) if self.slot.format is None else self.slot.format.quantize(np.asarray(value, np.float32))
+        outs = [aligned_empty(_shape(index), slot.dtype) for index, slot in zip(indices, self.slots, strict=True)]
+        for out, part, index in zip(outs, parts, indices, strict=True):
+            np.copyto(out, part[index], casting="unsafe")
+        return outs
 
 
 def _shape(index: Index) -> tuple[int, ...]:
@@ -216,16 +222,17 @@ def _rows_per_chunk(data: np.ndarray, block: int) -> int:
 
 
 def random_slice(slot: Slot, index: Index) -> np.ndarray:
-    """Deterministic filling for dummy weights: normal with std 1/sqrt(inputs), ones or zeros, by the parameter's `init`.
+    """Deterministic filling for dummy weights: normal with std 1/sqrt(inputs) or a constant, by the parameter's `init`.
 
-    Quantised kernels get random bytes. A block of random numbers of prime length is repeated, so rows differ.
+    Quantised kernels get random bytes; their scales' `init` makes up for it. A block of random numbers of prime length is
+    repeated, so rows differ.
     """
     out = aligned_empty(_shape(index), slot.dtype)
     if callable(slot.init):  # data with a start value of its own, such as expert placement
         out[...] = slot.init()[index]
         return out
     if slot.init != "normal":
-        out[...] = slot.init == "ones"
+        out[...] = {"ones": 1, "zeros": 0}.get(slot.init, slot.init)
         return out
     rng = np.random.default_rng(_seed(slot.path, index))
     flat = out.reshape(-1)

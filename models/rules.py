@@ -5,8 +5,8 @@ A model class declares
     @classmethod
     def weight_rules(cls, config, axes) -> WeightRules
 
-with a rule for every parameter (path as in the module tree, "layers.0.attn.qkv.kernel") except the `<name>_scale`
-companions of quantised kernels, which the loader makes itself. Examples:
+with a rule for every parameter (path as in the module tree, "layers.0.attn.qkv.kernel") except the companions of quantised
+kernels (`<name>_scale`), which the loader makes itself. Examples:
 
     Rule("norm.weight", ("model.norm.weight",))                                one tensor, copied
     Rule("layers.0.mlp.gate_up.kernel", (gate, up))                            rows one after the other: gate, then up

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from deepinfer_jax.models.layers.linear import make_kernel
+from deepinfer_jax.models.layers.linear import make_kernel, stored_parts
 from deepinfer_jax.models.layers.quant import dot_last, quant_format
 
 
@@ -23,17 +23,16 @@ class Embedding(nnx.Module):
         make_kernel(self, "kernel", (vocab_size, dim), (None, None), dtype, self.quant)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = jnp.take(self.kernel[...], tokens, axis=0, mode="clip")
         if self.quant is None:
-            return rows
-        scale = jnp.take(self.kernel_scale[...], tokens, axis=0, mode="clip")
-        return quant_format(self.quant).dequantize(rows, scale, self.dtype)
+            return jnp.take(self.kernel[...], tokens, axis=0, mode="clip")
+        rows = [jnp.take(part, tokens, axis=0, mode="clip") for part in stored_parts(self, "kernel", self.quant)]
+        return quant_format(self.quant).dequantize(self.dtype, *rows)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, dim] -> float32 logits [R, vocab]."""
         if self.quant is None:
             return dot_last(hidden, self.kernel[...], jnp.float32)
-        return quant_format(self.quant).matmul(hidden, self.kernel[...], self.kernel_scale[...]).astype(jnp.float32)
+        return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)
 
 
 class LMHead(nnx.Module):
@@ -46,4 +45,4 @@ class LMHead(nnx.Module):
     def __call__(self, hidden: jax.Array) -> jax.Array:
         if self.quant is None:
             return dot_last(hidden, self.kernel[...], jnp.float32)
-        return quant_format(self.quant).matmul(hidden, self.kernel[...], self.kernel_scale[...]).astype(jnp.float32)
+        return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)

@@ -40,8 +40,7 @@ class Linear(nnx.Module):
             raise ValueError(f"a {tp}-parallel linear splits {split} features over tp={axes.tp}, which does not divide it")
         if tp is not None and quant is not None and axes.tp > 1:
             fmt = quant_format(quant)
-            if block := {"column": fmt.row_block, "row": fmt.col_block}[tp]:
-                check_blocks(split // axes.tp, block, f"{quant} with tp={axes.tp}")
+            check_blocks(split // axes.tp, {"column": fmt.row_block, "row": fmt.col_block}[tp], f"{quant} with tp={axes.tp}")
         self.quant, self.tp, self.axes = quant, tp, axes
         row_axis, col_axis = ("tp" if tp == "column" else None), ("tp" if tp == "row" else None)
         make_kernel(self, "kernel", (out_features, in_features), (row_axis, col_axis), dtype, quant)
@@ -57,7 +56,7 @@ class Linear(nnx.Module):
         """x . kernel without bias and without the sum over tp."""
         if self.quant is None:
             return dot_last(x, self.kernel[...])
-        return quant_format(self.quant).matmul(x, self.kernel[...], self.kernel_scale[...])
+        return quant_format(self.quant).matmul(x, *stored_parts(self, "kernel", self.quant))
 
 
 def check_blocks(features: int, block: int, what: str) -> None:
@@ -69,22 +68,29 @@ def check_blocks(features: int, block: int, what: str) -> None:
 def make_kernel(
     module: nnx.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype, quant: str | None
 ) -> None:
-    """Sets `module.<name>` of shape [..., N, K] (and `module.<name>_scale` when quantised), split along `axes`.
+    """Sets `module.<name>` of shape [..., N, K] split along `axes`; quantised, also its format's companions (`<name>_scale`).
 
-    Leading dimensions (stacked experts) are kept in both.
+    Leading dimensions (stacked experts) are kept in all of them.
     """
     if quant is None:
         setattr(module, name, param(shape, dtype, axes))
         return
-    fmt = quant_format(quant)
-    (n, k), lead = shape[-2:], tuple(shape[:-2])
-    kernel_shape, kernel_dtype, scale_shape = fmt.storage(n, k)
-    setattr(module, name, param(lead + kernel_shape, kernel_dtype, axes, quant=quant))
-    scale_axes = axes[: len(lead)] + axes[-2:][: len(scale_shape)]
-    setattr(module, f"{name}_scale", param(lead + scale_shape, jnp.float32, scale_axes, init="ones"))
+    fmt, lead = quant_format(quant), len(shape) - 2
+    (kernel_shape, kernel_dtype), *companions = fmt.storage(*shape[-2:])
+    setattr(module, name, param((*shape[:lead], *kernel_shape), kernel_dtype, axes, quant=quant))
+    for suffix, (part_shape, part_dtype) in zip(fmt.suffixes, companions, strict=True):
+        part_axes = axes[: lead + len(part_shape)]
+        init = 1 / (fmt.random_std * shape[-1] ** 0.5) if fmt.random_std and part_dtype == jnp.float32 else "ones"
+        setattr(module, f"{name}{suffix}", param((*shape[:lead], *part_shape), part_dtype, part_axes, init=init))
+
+
+def stored_parts(module: nnx.Module, name: str, quant: str) -> list[jax.Array]:
+    """`module.<name>` and its companions, in the order that the format's functions take them."""
+    return [getattr(module, f"{name}{suffix}")[...] for suffix in ("", *quant_format(quant).suffixes)]
 
 
 def dequantized(module: nnx.Module, name: str, quant: str | None, dtype: jnp.dtype) -> jax.Array:
     """The float tensor [..., N, K] behind `module.<name>`."""
-    kernel = getattr(module, name)[...]
-    return kernel if quant is None else quant_format(quant).dequantize(kernel, getattr(module, f"{name}_scale")[...], dtype)
+    if quant is None:
+        return getattr(module, name)[...]
+    return quant_format(quant).dequantize(dtype, *stored_parts(module, name, quant))

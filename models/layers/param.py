@@ -20,21 +20,21 @@ def param(
     dtype: jnp.dtype,
     axes: tuple[str | None, ...] | None = None,
     *,
-    init: str = "normal",
+    init: str | float = "normal",
     quant: str | None = None,
 ) -> nnx.Param:
     """A parameter of global `shape`; built inside `nnx.eval_shape` it holds a ShapeDtypeStruct and no memory.
 
     axes: the logical axis ("expert", "tp" or None) of each dimension; None: replicated.
-    init: how `load_format="dummy"` fills it: "normal" (std 1/sqrt(last dimension)), "ones" or "zeros".
-    quant: the storage format (layers/quant.py) that this tensor and its `<name>_scale` companion hold.
+    init: how `load_format="dummy"` fills it: "normal" (std 1/sqrt(last dimension)), "ones", "zeros" or a number.
+    quant: the storage format (layers/quant.py) of this tensor, whose companions (`<name>_scale`) lie beside it.
     """
     axes = (None,) * len(shape) if axes is None else tuple(axes)
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} axis names {axes} for a parameter of shape {tuple(shape)}")
     if unknown := [a for a in axes if a is not None and a not in LOGICAL_AXES]:
         raise ValueError(f"unknown logical axes {unknown}; known: {LOGICAL_AXES}")
-    if init not in INITS:
+    if not isinstance(init, float) and init not in INITS:
         raise ValueError(f"unknown init {init!r}; known: {INITS}")
     return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes, init=init, quant=quant)
 

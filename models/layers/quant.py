@@ -1,13 +1,19 @@
 """Weight storage formats of linear layers: what is stored, how it is made at load, and the matmul that reads it.
 
-A format stores `kernel` [N, K] and, unless it is plain float, `kernel_scale`. Each has three functions: `storage` (shapes),
-`quantize` (NumPy, at load, row by row so that rows of several tensors can be fused) and `matmul`.
+A format stores a kernel [N, K] and companions. Its functions: `storage` (shapes), `quantize` (NumPy, at load, row by row so
+that rows of several tensors can be fused), `dequantize` and `matmul`.
 
-int8   int8 [N, K],          scale float32 [N]                   w = q * scale                 symmetric, -127..127
-int4   uint8 [N, K / 2],     scale float32 [N, K / GROUP]        w = (q - 8) * scale           symmetric, 1..15
-fp8    float8_e4m3fn [N, K], scale float32 [N/128, K/128] (ceil) w = q * scale                 blocks as in DeepSeek-V3
-int4 packs element k of each group's first half in the low nibble and element k + GROUP/2 in the high one, so that
-unpacking is two shifts and no interleave.
+int8   kernel int8 [N, K], scale float32 [N]                                    w = q * scale              q in -127..127
+int4   kernel uint8 [N, K/2], group int8 [N, K/32], scale float32 [N]           w = (q - 8) * group * scale, q - 8 in -7..7
+fp8    kernel float8_e4m3fn [N, K], scale float32 [ceil(N/128), ceil(K/128)]    w = q * scale, as DeepSeek-V3 is published
+
+int4: each run of 64 inputs takes 32 bytes: its first 32 inputs (one group) are the low nibbles, the other 32 the high ones.
+`group` is 1..18, so (q - 8) * group is an exact int8 and the matmul is the int8 one.
+
+On a CPU the int8 product is computed with int8 instructions and without loss: a float32 activation is written as three int8
+digits in base 254 (relative error 2^-23), all digits go through one int8 x int8 -> int32 product, and the sums are put
+together in float32. That reads one byte per weight and never writes a dequantised one. Elsewhere the weights are
+converted on the way into the matmul, which XLA fuses.
 """
 
 from __future__ import annotations
@@ -21,8 +27,11 @@ import ml_dtypes
 import numpy as np
 
 INT4_GROUP = 32
+INT4_MAX_GROUP_FACTOR = 18  # 7 * 18 = 126 fits int8
 FP8_BLOCK = 128
 FP8_MAX = 448.0
+DIGITS = 3
+DIGIT_BASE = 254.0
 
 
 def dot_last(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> jax.Array:
@@ -31,56 +40,111 @@ def dot_last(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> 
     return jax.lax.dot_general(x, w, dims, preferred_element_type=preferred)
 
 
+def on_platform(cpu: Callable, other: Callable, *args: jax.Array) -> jax.Array:
+    """`cpu(*args)` where the program is compiled for a CPU, `other(*args)` elsewhere."""
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=other)
+
+
 # --- int8 ---------------------------------------------------------------------------------------------------------
 
 
-def _int8_storage(n: int, k: int) -> tuple[tuple[int, ...], jnp.dtype, tuple[int, ...]]:
-    return (n, k), jnp.dtype(jnp.int8), (n,)
+def _int8_storage(n: int, k: int) -> tuple:
+    return ((n, k), jnp.int8), ((n,), jnp.float32)
 
 
-def _int8_quantize(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _int8_quantize(w: np.ndarray) -> tuple[np.ndarray, ...]:
     scale = np.abs(w).max(axis=-1) / 127.0
     q = np.rint(w / np.where(scale == 0, 1.0, scale)[..., None])
     return q.astype(np.int8), scale.astype(np.float32)
 
 
-def _int8_dequantize(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return q.astype(dtype) * scale[..., None].astype(dtype)
+def _int8_dequantize(dtype: jnp.dtype, q: jax.Array, scale: jax.Array) -> jax.Array:
+    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def int8_digits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [M, K] -> (int8 [DIGITS, M, K], step float32 [M, 1]) with x = step * sum_i digits_i / 254^i."""
+    x = x.astype(jnp.float32)
+    top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    step = jnp.where(top == 0, 1.0, top / 127.0)
+    rest, digits = x / step, []
+    for _ in range(DIGITS):
+        digit = jnp.rint(rest)
+        digits.append(digit.astype(jnp.int8))
+        rest = (rest - digit) * DIGIT_BASE
+    return jnp.stack(digits), step
+
+
+def add_digits(sums: jax.Array) -> jax.Array:
+    """int32 [DIGITS, M, N] products of the digits -> float32 [M, N], in units of the step."""
+    return sum(sums[i].astype(jnp.float32) * DIGIT_BASE**-i for i in reversed(range(DIGITS)))
 
 
 def int8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [..., K], q int8 [N, K], scale [N] -> [..., N]; the scale is per output, so it multiplies the result."""
-    return dot_last(x, q.astype(x.dtype)) * scale.astype(x.dtype)
+    """x [..., K], q int8 [N, K], scale [N] -> [..., N] in x's dtype."""
+
+    def with_digits(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
+        digits, step = int8_digits(x)
+        sums = dot_last(digits.reshape(-1, x.shape[-1]), q, jnp.int32)
+        return (add_digits(sums.reshape(DIGITS, x.shape[0], -1)) * step * scale).astype(x.dtype)
+
+    def converted(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
+        return (dot_last(x, q.astype(x.dtype), jnp.float32) * scale).astype(x.dtype)
+
+    flat = on_platform(with_digits, converted, x.reshape(-1, x.shape[-1]), q, scale)
+    return flat.reshape(*x.shape[:-1], -1)
 
 
 # --- int4 ---------------------------------------------------------------------------------------------------------
 
 
-def _int4_storage(n: int, k: int) -> tuple[tuple[int, ...], jnp.dtype, tuple[int, ...]]:
-    if k % INT4_GROUP:
-        raise ValueError(f"int4 needs an input dimension that is a multiple of {INT4_GROUP}, got {k}")
-    return (n, k // 2), jnp.dtype(jnp.uint8), (n, k // INT4_GROUP)
+def _int4_storage(n: int, k: int) -> tuple:
+    if k % (2 * INT4_GROUP):
+        raise ValueError(f"int4 needs an input dimension that is a multiple of {2 * INT4_GROUP}, got {k}")
+    return ((n, k // 2), jnp.uint8), ((n, k // INT4_GROUP), jnp.int8), ((n,), jnp.float32)
 
 
-def _int4_quantize(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _int4_quantize(w: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Group steps are rounded up to multiples of the row's smallest one, so that no weight is clipped."""
     groups = w.reshape(*w.shape[:-1], -1, INT4_GROUP)
-    scale = np.abs(groups).max(axis=-1) / 7.0
-    q = np.clip(np.rint(groups / np.where(scale == 0, 1.0, scale)[..., None]), -7, 7).astype(np.int8) + 8
-    low, high = q[..., : INT4_GROUP // 2], q[..., INT4_GROUP // 2 :]
-    packed = (low | (high << 4)).astype(np.uint8)
-    return packed.reshape(*w.shape[:-1], -1), scale.astype(np.float32)
+    step = np.abs(groups).max(axis=-1) / 7.0
+    scale = step.max(axis=-1) / INT4_MAX_GROUP_FACTOR
+    safe = np.where(scale == 0, 1.0, scale)[..., None]
+    factor = np.clip(np.ceil(step / safe - 1e-5), 1, INT4_MAX_GROUP_FACTOR)
+    q = np.clip(np.rint(groups / (factor * safe)[..., None]), -7, 7).astype(np.int8) + 8
+    halves = q.reshape(*w.shape[:-1], -1, 2, INT4_GROUP)
+    packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).astype(np.uint8)
+    return packed.reshape(*w.shape[:-1], -1), factor.astype(np.int8), scale.astype(np.float32)
 
 
-def _int4_dequantize(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    packed = q.reshape(*scale.shape, INT4_GROUP // 2)
-    halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
-    values = (halves.astype(jnp.int8) - 8).astype(dtype) * scale[..., None].astype(dtype)
-    return values.reshape(*scale.shape[:-1], -1)
+def int4_halves(q: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two int8 [..., K/64, 32]: the weights, in units of the row's scale, of the even groups and of the odd ones."""
+    packed = q.reshape(*q.shape[:-1], -1, INT4_GROUP)
+    factors = group.reshape(*group.shape[:-1], -1, 2, 1)
+    low, high = (packed & 15).astype(jnp.int8) - 8, (packed >> 4).astype(jnp.int8) - 8
+    return low * factors[..., 0, :], high * factors[..., 1, :]
 
 
-def int4_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [..., K], q uint8 [N, K/2], scale [N, K/GROUP] -> [..., N]."""
-    return dot_last(x, _int4_dequantize(q, scale, x.dtype))
+def _int4_dequantize(dtype: jnp.dtype, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
+    values = jnp.stack(int4_halves(q, group), axis=-2)
+    return _int8_dequantize(dtype, values.reshape(*q.shape[:-1], -1), scale)
+
+
+def int4_matmul(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
+    """x [..., K], q uint8 [N, K/2], group int8 [N, K/32], scale [N] -> [..., N] in x's dtype."""
+
+    def with_digits(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
+        digits, step = int8_digits(x)
+        rows = digits.reshape(DIGITS * x.shape[0], -1, 2, INT4_GROUP)
+        halves = [w.reshape(q.shape) for w in int4_halves(q, group)]
+        sums = sum(dot_last(rows[:, :, i].reshape(rows.shape[0], -1), w, jnp.int32) for i, w in enumerate(halves))
+        return (add_digits(sums.reshape(DIGITS, x.shape[0], -1)) * step * scale).astype(x.dtype)
+
+    def converted(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
+        return dot_last(x, _int4_dequantize(x.dtype, q, group, scale))
+
+    flat = on_platform(with_digits, converted, x.reshape(-1, x.shape[-1]), q, group, scale)
+    return flat.reshape(*x.shape[:-1], -1)
 
 
 # --- fp8 ----------------------------------------------------------------------------------------------------------
@@ -90,11 +154,11 @@ def _blocks(n: int) -> int:
     return -(-n // FP8_BLOCK)
 
 
-def _fp8_storage(n: int, k: int) -> tuple[tuple[int, ...], jnp.dtype, tuple[int, ...]]:
-    return (n, k), jnp.dtype(jnp.float8_e4m3fn), (_blocks(n), _blocks(k))
+def _fp8_storage(n: int, k: int) -> tuple:
+    return ((n, k), jnp.float8_e4m3fn), ((_blocks(n), _blocks(k)), jnp.float32)
 
 
-def _fp8_quantize(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fp8_quantize(w: np.ndarray) -> tuple[np.ndarray, ...]:
     n, k = w.shape[-2:]
     scale = np.ones((*w.shape[:-2], _blocks(n), _blocks(k)), np.float32)
     for i in range(_blocks(n)):
@@ -111,13 +175,13 @@ def expand_blocks(scale: np.ndarray | jax.Array, n: int, k: int) -> np.ndarray |
     return xp.repeat(xp.repeat(scale, FP8_BLOCK, axis=-2), FP8_BLOCK, axis=-1)[..., :n, :k]
 
 
-def _fp8_dequantize(q: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _fp8_dequantize(dtype: jnp.dtype, q: jax.Array, scale: jax.Array) -> jax.Array:
     return (q.astype(jnp.float32) * expand_blocks(scale, *q.shape[-2:])).astype(dtype)
 
 
 def fp8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
     """x [..., K], q float8_e4m3fn [N, K], scale [ceil(N/128), ceil(K/128)] -> [..., N]."""
-    return dot_last(x, _fp8_dequantize(q, scale, x.dtype))
+    return dot_last(x, _fp8_dequantize(x.dtype, q, scale))
 
 
 # --- table --------------------------------------------------------------------------------------------------------
@@ -125,29 +189,42 @@ def fp8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """storage(n, k) -> (kernel shape, kernel dtype, scale shape); quantize(w float32 [..., n, k]) -> (kernel, scale);
-    dequantize(kernel, scale, dtype) -> [..., n, k] (leading dimensions allowed, as for stacked experts);
-    matmul(x, kernel, scale) -> [..., n].
-    row_block, col_block: how many rows / inputs share a scale row / column (0: all inputs share it, the scale is one-dimensional).
-    packing: inputs per stored element.
+    """One storage format; "parts" are the kernel and then the companions, named `<kernel><suffix>`, in this order everywhere.
+
+    storage(n, k) -> (shape, dtype) of each part; quantize(w float32 [..., n, k]) -> parts; dequantize(dtype, *parts) ->
+    [..., n, k] (leading dimensions allowed, as for stacked experts); matmul(x [..., k], *parts) -> [..., n].
+    row_block, col_block: rows and inputs that a tp split must keep together (col_block 1: any).
+    packing: inputs per stored kernel element. random_std: standard deviation of a kernel of random bytes, in units of the scale.
     """
 
     name: str
+    suffixes: tuple[str, ...]
     storage: Callable
     quantize: Callable
     dequantize: Callable
     matmul: Callable
-    row_block: int
-    col_block: int
+    row_block: int = 1
+    col_block: int = 1
     packing: int = 1
+    random_std: float | None = None
 
 
 QUANT_FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
-        QuantFormat("int8", _int8_storage, _int8_quantize, _int8_dequantize, int8_matmul, 1, 0),
-        QuantFormat("int4", _int4_storage, _int4_quantize, _int4_dequantize, int4_matmul, 1, INT4_GROUP, packing=2),
-        QuantFormat("fp8", _fp8_storage, _fp8_quantize, _fp8_dequantize, fp8_matmul, FP8_BLOCK, FP8_BLOCK),
+        QuantFormat("int8", ("_scale",), _int8_storage, _int8_quantize, _int8_dequantize, int8_matmul, random_std=73.9),
+        QuantFormat(
+            "int4",
+            ("_group", "_scale"),
+            _int4_storage,
+            _int4_quantize,
+            _int4_dequantize,
+            int4_matmul,
+            col_block=2 * INT4_GROUP,
+            packing=2,
+            random_std=4.6,
+        ),
+        QuantFormat("fp8", ("_scale",), _fp8_storage, _fp8_quantize, _fp8_dequantize, fp8_matmul, FP8_BLOCK, FP8_BLOCK),
     )
 }
 
