@@ -1,8 +1,8 @@
 # make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
 # make test    the test suite
 # make lint    ruff
-# make fuzz    the scheduler's property tests, many more steps than in `make test`
-# make aot     compile the kernels and step programs for NVIDIA targets, without a GPU
+# make fuzz    random episodes over real schedulers (FUZZ_STEPS=5000000 for a long run)
+# make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
 # make clean   remove the virtual environment and build products
 #
@@ -13,6 +13,7 @@ SHELL := bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?= -n 2 --dist worksteal
+FUZZ_STEPS ?= 500000
 
 .PHONY: help demo test lint fuzz aot venv clean
 help:
@@ -29,10 +30,10 @@ lint: $(VENV)/.dev-installed
 	$(PY) -m ruff format --check .
 
 fuzz: $(VENV)/.dev-installed
-	JAX_PLATFORMS=cpu HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest $(PYTEST_ARGS) tests/scheduler
+	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
 
-aot: $(VENV)/.dev-installed
-	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) tests/aot
+aot: $(VENV)/.aot-installed
+	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) $(wildcard tests/*/test_*aot*.py)
 
 venv: $(VENV)/.dev-installed
 
@@ -61,3 +62,8 @@ $(VENV)/.run-installed: pyproject.toml | $(PY)
 $(VENV)/.dev-installed: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.run-installed
+
+# The plugin must have jax's own version.
+$(VENV)/.aot-installed: $(VENV)/.dev-installed
+	$(PY) -m pip install --quiet --disable-pip-version-check "jax-cuda13-plugin==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	@touch $@
