@@ -169,6 +169,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "block_size", "num_decode_steps"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
+        if args.engine_type.policy.allows_recompute is False and not args.stop_preempted_request:
+            raise ValueError(f"a {role.name} engine cannot recompute preempted requests: it needs stop_preempted_request=True")
         nextn = 0  # no draft head is loaded by the models here; the scheduler takes any number
         limit = model_config.max_position_embeddings
         max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)

@@ -14,9 +14,10 @@ import numpy as np
 
 from deepinfer_jax.admission import PromptInput, build_request, check_request
 from deepinfer_jax.config import EngineArgs, EngineConfig
-from deepinfer_jax.loading import load_for_engine
+from deepinfer_jax.loading import ModelSource, use_compilation_cache
 from deepinfer_jax.metrics import EngineStats, StepRecord
 from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.parallel import make_mesh
 from deepinfer_jax.requests import Completion, Request, fill_sampling_row
 from deepinfer_jax.runner import InFlight, ModelRunner
 from deepinfer_jax.sampling_params import SamplingParams
@@ -36,11 +37,15 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs, *, devices: Seq[Any] | None = None, dp_group: DPGroup | None = None) -> None:
-        loaded, self.tokenizer, self.eos_token_ids, self.mesh = load_for_engine(args, devices)
+        if args.compilation_cache:
+            use_compilation_cache()
+        source = ModelSource.find(args)
         self.args = args
-        self.config = EngineConfig.resolve(args, loaded.config)
-        self.model_config = loaded.config
-        self.model_class = loaded.model_class
+        self.config = EngineConfig.resolve(args, source.config)
+        self.model_config, self.model_class = source.config, source.model_class
+        self.mesh = make_mesh(self.config.axes, devices)
+        loaded = source.load(self.config, self.mesh)
+        self.tokenizer, self.eos_token_ids = source.load_tokenizer(args)
         self.policy = self.config.policy
         self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
         self.runner = ModelRunner(self.config, loaded, self.mesh)
@@ -62,6 +67,7 @@ class LLMEngine:
         self._dropped: list[Sequence] = []  # PROMPT: ended by other means, blocks still held
         self._watch = [np.zeros(self.config.max_num_seqs, bool) for _ in ranks]  # slots whose every token is looked at
         self._pending: InFlight | None = None
+        self._last_ready = 0.0  # when a result was last seen to be there
         self._ended: list[Request] = []  # requests that ended outside a step (aborts)
         self._seeds = np.random.default_rng(args.seed)
         self._lock = threading.RLock()
@@ -133,7 +139,7 @@ class LLMEngine:
 
     @property
     def num_unfinished_requests(self) -> int:
-        return len(self._requests)
+        return sum(not r.finished for r in self._requests.values())
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -145,6 +151,8 @@ class LLMEngine:
             in_flight = self._dispatch(substeps)
             self.pre_sampler_sync(substeps)
             record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
+            if in_flight is not None and self._last_ready and (self._pending is None or self._pending.ready()):
+                record.device_idle = in_flight.dispatched - self._last_ready
             done, self._pending = (self._pending, in_flight) if self.config.zos else (in_flight, None)
             results = self.post_process(done, record)
             if not self.policy.does_decode:
@@ -231,6 +239,7 @@ class LLMEngine:
             return []
         wait_start = time.perf_counter()
         results = done.wait()
+        self._last_ready = time.perf_counter()
         if record is not None:
             record.device_wait = time.perf_counter() - wait_start
         now = time.time()

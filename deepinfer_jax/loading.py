@@ -1,20 +1,68 @@
-"""From EngineArgs to what an engine is made of: weights on the mesh, tokenizer, EOS ids."""
+"""From EngineArgs to what an engine is made of: model configuration, weights on the mesh, tokenizer, EOS ids."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from deepinfer_jax.config import EngineArgs, _axes, _dtype
-from deepinfer_jax.models.loading import LoadedModel, load_model
+from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.models import registry
+from deepinfer_jax.models.layers.dispatch import RAGGED_FLAG, MoeOptions
+from deepinfer_jax.models.loading import LoadedModel, load_hf_config, load_model
 from deepinfer_jax.models.resolve import resolve_model_path
-from deepinfer_jax.parallel import make_mesh
 from deepinfer_jax.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model folder read as far as its configuration: enough to check arguments and to plan, before any weight is loaded."""
+
+    folder: Path
+    model_class: type
+    config: Any
+    overrides: dict[str, Any]
+
+    @classmethod
+    def find(cls, args: EngineArgs) -> ModelSource:
+        """Raises ValueError for an unknown folder or architecture."""
+        folder = resolve_model_path(args.model)
+        hf = load_hf_config(folder)
+        model_class = registry.resolve(hf)
+        config = model_class.config_from_hf(hf)
+        overrides = {"moe": _moe_options(args)} if hasattr(config, "moe") else {}
+        return cls(folder, model_class, dataclasses.replace(config, **overrides), overrides)
+
+    def load(self, config: EngineConfig, mesh: Mesh) -> LoadedModel:
+        """The weights, laid over `mesh`."""
+        return load_model(
+            self.folder,
+            dtype=config.dtype,
+            quant=config.quantization,
+            mesh=mesh,
+            axes=config.axes,
+            load_format=config.args.load_format,
+            config_overrides=self.overrides,
+        )
+
+    def load_tokenizer(self, args: EngineArgs) -> tuple[Tokenizer | None, tuple[int, ...]]:
+        """(tokenizer or None, EOS ids)."""
+        tokenizer = load_tokenizer(self.folder if args.tokenizer == args.model else resolve_model_path(args.tokenizer))
+        return tokenizer, tuple(load_eos_token_ids(self.folder) or (tokenizer.eos_token_ids if tokenizer else ()))
+
+
+def _moe_options(args: EngineArgs) -> MoeOptions:
+    dispatch = args.moe_dispatch
+    if dispatch == "auto":  # ragged exchanges exist on GPUs only, and only right with the flag
+        dispatch = "ragged" if jax.default_backend() == "gpu" and RAGGED_FLAG in os.environ.get("XLA_FLAGS", "").split() else "padded"
+    options = MoeOptions(dispatch=dispatch, extra_experts=args.num_redundant_experts)
+    options.check_backend()
+    return options
 
 
 def cache_dir() -> Path:
@@ -27,19 +75,4 @@ def use_compilation_cache() -> None:
     """Lets restarts find compiled programs on disk, unless the user has set a cache folder already."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def load_for_engine(args: EngineArgs, devices: Sequence[Any] | None) -> tuple[LoadedModel, Tokenizer | None, tuple[int, ...], Mesh]:
-    """(weights, tokenizer or None, EOS ids, mesh) for an engine's arguments."""
-    if args.compilation_cache:
-        use_compilation_cache()
-    folder = resolve_model_path(args.model)
-    axes = _axes(args)
-    mesh = make_mesh(axes, devices)
-    loaded = load_model(
-        folder, dtype=_dtype("dtype", args.dtype), quant=args.quantization, mesh=mesh, axes=axes, load_format=args.load_format
-    )
-    tokenizer = load_tokenizer(folder if args.tokenizer == args.model else resolve_model_path(args.tokenizer))
-    eos = load_eos_token_ids(folder) or (tokenizer.eos_token_ids if tokenizer else ())
-    return loaded, tokenizer, tuple(eos), mesh
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

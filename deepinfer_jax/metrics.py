@@ -34,7 +34,8 @@ class StepRecord:
     host_time: float  # scheduling, input building, dispatch
     device_wait: float = 0.0  # waiting for results (of the previous step with zero-overhead scheduling)
     duration: float = 0.0
-    gap: float = 0.0  # host-side time during which the device had nothing enqueued
+    device_idle: float = 0.0  # the device had nothing to do before this step's dispatch, at most this long (0: it was busy)
+    preempted: int = 0
     waiting: int = 0
     running: int = 0
     cache_usage: float = 0.0
@@ -46,7 +47,15 @@ class StepRecord:
         kind = "idle" if in_flight is None else "prefill" if prefill else "decode"
         sequences = sum(len(o.prefill) if prefill else len(o.slots) for o in outputs)
         padded = 0 if in_flight is None else in_flight.key.size * in_flight.key.steps * len(outputs)
-        return cls(start, kind, sequences, sum(o.num_tokens for step in substeps for o in step), padded, now - start)
+        return cls(
+            start,
+            kind,
+            sequences,
+            sum(o.num_tokens for step in substeps for o in step),
+            padded,
+            now - start,
+            preempted=sum(len(o.preempted) for step in substeps for o in step),
+        )
 
 
 class EngineStats:
@@ -70,6 +79,7 @@ class EngineStats:
         self.records.append(record)
         t = self.totals
         t["steps"] += 1
+        t["preemptions"] += record.preempted
         if record.step_type == "prefill":
             t["prefill_steps"] += 1
             t["prompt_tokens"] += record.tokens
