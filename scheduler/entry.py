@@ -21,7 +21,10 @@ class EntryMixin:
         """
         if not self.policy.does_decode:
             raise ValueError(f"request {seq.request_id!r}: a {self.config.role.name} engine does not decode, nothing can be handed to it")
-        if seq.request_id in self._reserved or seq.num_blocks or seq.status is not SequenceStatus.WAITING:
+        registered = self._seqs.get(seq.request_id)
+        if registered is not None and registered is not seq:
+            raise ValueError(f"request {seq.request_id!r}: this id is already in use ({registered.status.name})")
+        if seq.num_blocks or seq.status is not SequenceStatus.WAITING or seq in self.waiting:
             raise ValueError(
                 f"request {seq.request_id!r}: cannot reserve for a sequence in status {seq.status.name}, {seq.num_blocks} blocks"
             )
@@ -33,9 +36,6 @@ class EntryMixin:
             )
         if pages > self.config.num_blocks:
             raise ValueError(f"request {seq.request_id!r}: {num_tokens} tokens need {pages} blocks, the pool has {self.config.num_blocks}")
-        registered = self._seqs.get(seq.request_id)
-        if registered is not None and registered is not seq:
-            raise ValueError(f"request {seq.request_id!r}: this id is already in use ({registered.status.name})")
         if not self.slots.num_free or pages > self.blocks.num_free or not self.states.has_room:
             return False
         if registered is None:

@@ -156,12 +156,12 @@ class PromptDriver(Driver):
 class Episode:
     """One random configuration and life. `run()` returns the number of scheduler steps (ranks x steps)."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
+    def __init__(self, rng: random.Random, split: bool | None = None) -> None:
+        self.rng = rng
         self.now = 0.0
         ranks = rng.choice([1, 1, 2, 3, 4])
         self.work = Work()
-        self.split = rng.random() < 0.4
+        self.split = rng.random() < 0.4 if split is None else split
         if self.split:
             pe = random_config(rng, EngineType.PROMPT)
             shared = dict(max_model_len=pe.max_model_len, num_state_slots=0)
@@ -180,51 +180,63 @@ class Episode:
 
     def run(self, steps: int = 150) -> int:
         for _ in range(steps):
-            self._act()
-            self._step()
+            self.act()
+            self.step()
+        self.drain()
+        return sum(d.num_steps * len(d.schedulers) for d in self.drivers)
+
+    def drain(self) -> None:
+        """No more arrivals: everything ends within the computed bound, and nothing is left held."""
         for seq in self.blocked:
             seq.schedulable = True
         bound = self.work.steps
-        while self._busy():
-            self._step()
+        while self.busy():
+            self.step()
             bound -= 1
             assert bound > 0, f"starved: {[list(s.sequences) for d in self.drivers for s in d.schedulers]}"
         for driver in self.drivers:
             driver.flush()
             driver.assert_clean()
-        return sum(d.num_steps * len(d.schedulers) for d in self.drivers)
 
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return any(list(s.sequences) for d in self.drivers for s in d.schedulers)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self.now += 1.0
         for driver in self.drivers:
             driver.step()
         if self.split:
             self.entry.pump()
 
-    def _act(self) -> None:
+    def act(self) -> None:
         rng = self.rng
         roll = rng.random()
         if roll < 0.35:
             for _ in range(rng.choice([1, 1, 1, 4])):
-                self._add()
+                self.add()
         elif roll < 0.42:
-            self._abort()
+            self.abort()
         elif roll < 0.50:
-            self._fork()
+            self.fork()
         elif roll < 0.53:
-            self._fail_one()
-        elif roll < 0.6 and self.blocked:
-            seq = self.blocked.pop()
-            seq.schedulable = True
-        if self.decode.config.nextn and rng.random() < 0.2:
-            s = rng.choice(self.decode.schedulers)
-            slots = np.arange(self.decode.config.max_num_seqs)
-            s.set_num_drafts(slots, np.array([rng.randint(0, self.decode.config.nextn) for _ in slots]))
+            self.fail_one()
+        elif roll < 0.6:
+            self.unblock()
+        if rng.random() < 0.2:
+            self.choose_drafts()
 
-    def _add(self) -> None:
+    def unblock(self) -> None:
+        """The image features of a request have arrived."""
+        if self.blocked:
+            self.blocked.pop().schedulable = True
+
+    def choose_drafts(self) -> None:
+        config = self.decode.config
+        slots = np.arange(config.max_num_seqs)
+        drafts = [self.rng.randint(0, config.nextn) for _ in slots]
+        self.rng.choice(self.decode.schedulers).set_num_drafts(slots, np.array(drafts))
+
+    def add(self) -> None:
         arguments = random_request(self.rng, self.entry.config, f"r{self.count}")
         self.count += 1
         seq = Sequence(**arguments)
@@ -241,7 +253,7 @@ class Episode:
         held = [(d, s, seq) for d in self.drivers for s in d.schedulers for seq in s.sequences]
         return self.rng.choice(held) if held else None
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         found = self._any_sequence()
         assert not self.entry.schedulers[0].abort("nobody")
         if found is not None:
@@ -250,12 +262,12 @@ class Episode:
             assert s.abort(seq.request_id) == (not was)
             assert not s.abort(seq.request_id)
 
-    def _fail_one(self) -> None:
+    def fail_one(self) -> None:
         found = self._any_sequence()
         if found is not None and not found[2].is_finished:
             found[1].finish(found[2], SequenceStatus.FINISHED_ERROR, "ve_error")
 
-    def _fork(self) -> None:
+    def fork(self) -> None:
         found = self._any_sequence()
         if found is None or self.split:
             return
@@ -276,7 +288,7 @@ def fuzz(first_seed: int, min_steps: int, steps_per_episode: int = 150) -> tuple
     steps, seed = 0, first_seed
     while steps < min_steps:
         try:
-            steps += Episode(seed).run(steps_per_episode)
+            steps += Episode(random.Random(seed)).run(steps_per_episode)
         except Exception as error:
             error.add_note(f"fuzz seed {seed}")
             raise
