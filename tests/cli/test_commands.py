@@ -272,7 +272,7 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         run(command, "--help")
     out = capsys.readouterr().out
-    assert exit_.value.code == 0 and "--model" in out and f"deepinfer-jax {command}" in out
+    assert exit_.value.code == 0 and "--traceback" in out and f"deepinfer-jax {command}" in out
 
 
 def test_info_lists_versions_and_devices(capsys):
