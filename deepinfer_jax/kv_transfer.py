@@ -97,7 +97,7 @@ class BlockMover:
         }
         self._cuts = {1}  # pieces per device that programs exist for
         self._dummies: dict[tuple, list] = {}
-        self._gather_on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        self._on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         for kind in self.kinds:
             self._register(kind, 1)
 
@@ -140,7 +140,7 @@ class BlockMover:
         out: list[list[Payload]] = [[] for _ in per_rank_ids]
         for at, size in self._pieces(max(map(len, per_rank_ids))):
             parts = [list(ids[at : at + size]) for ids in per_rank_ids]
-            row = self._row(parts, size, 0)
+            row = self._row(parts, size)
             program = self.runner.programs.get(self._key(f"gather_{kind}", size, cut))
             arrays = program(self._local(self.runner.caches, kind), row)
             by_rank = self._split(kind, arrays)
@@ -167,7 +167,8 @@ class BlockMover:
         return Payload(payload.kind, rank, payload.count, payload.size, jax.tree.map(lambda _: next(moved), shape))
 
     def scatter(self, items: Sequence[tuple[Payload, Sequence[int]]]) -> None:
-        """Writes payloads into the pools: (payload on one of this mover's ranks, its block ids). Order within a rank is kept."""
+        """Writes payloads into the pools: (payload on one of this mover's ranks, one block id per row; -1: drop that row).
+        Order within a rank is kept."""
         left = list(items)
         while left:
             first, chosen, later = left[0][0], {}, []
@@ -182,7 +183,6 @@ class BlockMover:
             left = later
 
     def _scatter_round(self, kind: str, size: int, cut: int, chosen: Mapping[int, tuple[Payload, Sequence[int]]]) -> None:
-        limit = self.runner.num_blocks if kind == "blocks" else self.runner.programs.num_state_slots
         parts: list[Sequence[int]] = [[] for _ in range(self.ranks)]
         for rank, (payload, ids) in chosen.items():
             if len(ids) != payload.count:
@@ -190,7 +190,7 @@ class BlockMover:
             parts[rank] = ids
         program = self.runner.programs.get(self._key(f"scatter_{kind}", size, cut))
         arrays = self._join(kind, size, cut, {rank: p for rank, (p, _) in chosen.items()})
-        written = program(self._local(self.runner.caches, kind), arrays, self._row(parts, size, limit))
+        written = program(self._local(self.runner.caches, kind), arrays, self._target_row(kind, parts, size))
         self.runner.caches = {**self.runner.caches, **self._global(written)}
 
     def prepare_for(self, peer_tp: int) -> int:
@@ -301,7 +301,7 @@ class BlockMover:
     def _lower_gather(self, kind: str, size: int, cut: int) -> Any:
         def body(caches: Caches, row: jax.Array) -> dict[str, tuple[tuple[jax.Array, ...], ...]]:
             names, ids, count = list(caches), row[:size], row[size]
-            taken = _take([x for n in names for x in caches[n]], ids, count, self._gather_on_cpu)
+            taken = _take([x for n in names for x in caches[n]], ids, count, self._on_cpu)
             taken = iter(taken)
             return {s.name: tuple(self._cut(kind, s, next(taken), cut) for _ in range(s.layers)) for s in self.specs[kind]}
 
@@ -311,16 +311,16 @@ class BlockMover:
 
     def _lower_scatter(self, kind: str, size: int, cut: int) -> Any:
         def body(caches: Caches, payload, row: jax.Array) -> Caches:
-            ids, count = row[:size], row[size]
+            ids, sources, count = row[:size], row[size : 2 * size], row[2 * size]
             pools = [x for s in self.specs[kind] for x in caches[s.name]]
             rows = [self._join_pieces(kind, s, pieces) for s in self.specs[kind] for pieces in payload[s.name]]
-            written = iter(_write(pools, ids, rows, count, self._gather_on_cpu))
+            written = iter(_write(pools, ids, sources, rows, count, self._on_cpu))
             return {s.name: tuple(next(written) for _ in range(s.layers)) for s in self.specs[kind]}
 
         caches = self._cache_specs(kind)
         specs = (caches, self._payload_specs(kind, cut), rank_spec(self.axes))
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=caches, check_vma=False)
-        args = (self._abstract_pools(kind), self._abstract_payload(kind, size, cut), self._abstract_row(size))
+        args = (self._abstract_pools(kind), self._abstract_payload(kind, size, cut), self._abstract_row(2 * size))
         return jax.jit(mapped, donate_argnums=(0,)).lower(*args)
 
     def _cut(self, kind: str, spec: CacheSpec, rows: jax.Array, cut: int) -> tuple[jax.Array, ...]:
@@ -371,11 +371,27 @@ class BlockMover:
             yield at, size
             at += size
 
-    def _row(self, parts: Sequence[Sequence[int]], size: int, padding: int) -> jax.Array:
-        row = np.full((self.ranks, size + 1), padding, np.int32)
+    def _row(self, parts: Sequence[Sequence[int]], size: int) -> jax.Array:
+        """Per rank: `size` ids (0: padding) and how many of them count."""
+        row = np.zeros((self.ranks, size + 1), np.int32)
         for line, ids in zip(row, parts, strict=True):
             line[: len(ids)] = ids
             line[size] = len(ids)
+        return jax.device_put(row.reshape(-1), self._sharding(rank_spec(self.axes)))
+
+    def _target_row(self, kind: str, parts: Sequence[Sequence[int]], size: int) -> jax.Array:
+        """Per rank: `size` target ids, the payload row that each gets, and how many of them count. Where XLA's scatter is used
+        every row is written, so there dropped rows and padding point past the pool."""
+        limit = self.runner.num_blocks if kind == "blocks" else self.runner.programs.num_state_slots
+        row = np.full((self.ranks, 2 * size + 1), limit, np.int32)
+        for line, ids in zip(row, parts, strict=True):
+            ids = np.asarray(ids, np.int32).reshape(-1)
+            live = np.flatnonzero(ids >= 0)
+            if self._on_cpu:
+                line[: len(live)], line[size : size + len(live)] = ids[live], live
+            else:
+                line[live] = ids[live]
+            line[-1] = len(live)
         return jax.device_put(row.reshape(-1), self._sharding(rank_spec(self.axes)))
 
     def _split(self, kind: str, arrays: dict[str, Any]) -> list[dict[str, Any]]:
@@ -481,14 +497,14 @@ def _take(pools: Sequence[jax.Array], ids: jax.Array, count: jax.Array, on_cpu: 
     return list(jax.lax.fori_loop(0, count, one, out))
 
 
-def _write(pools: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array], count: jax.Array, on_cpu: bool) -> list[jax.Array]:
-    """Pools with rows written at `ids`. On CPU one by one (XLA's scatter takes 15 times as long there), elsewhere ids out of
-    range are dropped."""
+def _write(pools, ids: jax.Array, sources: jax.Array, rows, count: jax.Array, on_cpu: bool) -> list[jax.Array]:
+    """Pools with rows written at `ids`. On CPU rows `sources` one by one (XLA's scatter takes 15 times as long there), elsewhere
+    row i at ids[i], where ids out of range are dropped."""
     if not on_cpu:
-        return [pool.at[ids].set(row, mode="drop", unique_indices=False) for pool, row in zip(pools, rows, strict=True)]
+        return [pool.at[ids].set(row, mode="drop") for pool, row in zip(pools, rows, strict=True)]
 
     def one(i, pools):
-        taken = [jax.lax.dynamic_slice_in_dim(row, i, 1) for row in rows]
+        taken = [jax.lax.dynamic_slice_in_dim(row, sources[i], 1) for row in rows]
         return tuple(jax.lax.dynamic_update_slice_in_dim(pool, row, ids[i], 0) for pool, row in zip(pools, taken, strict=True))
 
     return list(jax.lax.fori_loop(0, count, one, tuple(pools)))

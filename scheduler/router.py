@@ -203,7 +203,6 @@ class Router:
 
     def _choose_prompt(self, job: Job) -> PromptLoad | None:
         """The engine expected to have prefilled the request first; None when every one is at a bound."""
-        c = self.config
         bucket, hashes = self._bucket(len(job.tokens)), list(self._chain(job.tokens))
         best, best_key = None, None
         for load in self.prompt.values():

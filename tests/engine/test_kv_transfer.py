@@ -64,9 +64,10 @@ def test_several_ranks_in_one_transfer():
     send, receive = BlockMover(a, (4,)), BlockMover(b, (4,))
     (p0,), (p1,) = send.gather([[1, 2], [3, 4, 5]])
     first, second, third = receive.receive(p0, 1), receive.receive(p1, 0), receive.receive(p1, 1)
-    receive.scatter([(first, [0, 1]), (second, [6, 7, 8]), (third, [9, 10, 0])])  # the last one overwrites block 0 of rank 1
+    receive.scatter([(first, [0, 1]), (second, [6, -1, 8]), (third, [9, 10, 0])])  # the last one overwrites block 0 of rank 1
     for layer in range(2):
-        np.testing.assert_array_equal(pool_at(b, "k", layer, 0)[[6, 7, 8]], a.host["k"][layer][1][[3, 4, 5]])
+        np.testing.assert_array_equal(pool_at(b, "k", layer, 0)[[6, 8]], a.host["k"][layer][1][[3, 5]])
+        assert not pool_at(b, "k", layer, 0)[[0, 7, 11]].any()
         np.testing.assert_array_equal(pool_at(b, "k", layer, 1)[[9, 10, 0]], a.host["k"][layer][1][[3, 4, 5]])
         np.testing.assert_array_equal(pool_at(b, "k", layer, 1)[1], a.host["k"][layer][0][2])
 

@@ -9,7 +9,10 @@ import pytest
 from deepinfer_jax.scheduler.router import Capacity, Router, RouterConfig, split_attempt
 
 
-def make(p=2, c=2, capacity=Capacity(4, 1000), **config) -> Router:
+CAPACITY = Capacity(4, 1000)
+
+
+def make(p=2, c=2, capacity=CAPACITY, **config) -> Router:
     return Router([f"P{i}" for i in range(p)], {f"C{i}": capacity for i in range(c)}, RouterConfig(**{"affinity_block": 0} | config))
 
 
