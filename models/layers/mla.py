@@ -7,8 +7,8 @@ A token's cache entry is its normalised latent c (kv_lora_rank) and one rotated 
     expanded:  k = [w_uk[h] c, k_rope], v = w_uv[h] c,             ordinary attention
 
 They are equal. Absorbed reads the cache as it is, with 2 rank + rope multiplications per head, query and key; expanded needs
-nope + rope + v, but first rank * (nope + v) per head and key. So decode is absorbed, and prefill is expanded when a sequence brings
-enough rows to pay for the expansion.
+nope + rope + v. Going to and from latent space costs absorbed rank * (nope + v) per head and query; expanded pays the same per key. So
+decode is absorbed, and prefill is expanded when the step brings enough rows to pay for the keys (docs/decisions/010-mla-prefill.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MLAConfig:
     """Sizes of the attention layer. q_rank None: queries come straight from the hidden state. interleaved: how rotary pairs lie.
 
     prefill: "absorbed", "expanded", or "auto": by the batch's shape (`MLAConfig.expands`).
-    expand_bytes: most memory that "auto" spends on one layer's expanded keys and values.
+    expand_bytes: most memory for expanded keys and values; where they need more, heads are computed group after group.
     """
 
     num_heads: int
@@ -71,14 +71,18 @@ class MLAConfig:
         """One latent per token and layer; every tp rank holds it whole."""
         return PagedCache("latent", layers, (1, self.entry_dim), jnp.dtype(dtype), tp_dim=None)
 
-    def expands(self, tokens: int, sequences: int, keys: int, itemsize: int, tp: int = 1) -> bool:
+    def expands(self, tokens: int, sequences: int, keys: int) -> bool:
         """Whether a prefill step of `tokens` rows in `sequences` tables of `keys` keys each is computed in the expanded form."""
         if self.prefill != "auto":
             return self.prefill == "expanded"
-        if sequences * keys * self.num_heads // tp * (self.nope_dim + self.rope_dim + self.v_dim) * itemsize > self.expand_bytes:
-            return False
-        saved_per_pair = 2 * self.kv_rank + self.rope_dim - (self.nope_dim + self.rope_dim + self.v_dim)
-        return tokens * saved_per_pair > sequences * self.kv_rank * (self.nope_dim + self.v_dim)
+        # per head: the expanded form saves this much per (row, key), and pays for every key what the absorbed form pays for every row
+        saved = 2 * self.kv_rank + self.rope_dim - (self.nope_dim + self.rope_dim + self.v_dim)
+        return tokens * keys * saved > (sequences * keys - tokens) * self.kv_rank * (self.nope_dim + self.v_dim)
+
+    def head_groups(self, heads: int, keys: int, itemsize: int) -> int:
+        """Into how many groups `heads` heads are cut so that `keys` expanded keys of a group fit `expand_bytes` (one head always may)."""
+        fitting = max(1, self.expand_bytes // (keys * (self.nope_dim + self.rope_dim + self.v_dim) * itemsize))
+        return next(g for g in range(1, heads + 1) if heads % g == 0 and heads // g <= fitting)
 
 
 class MLAttention(nnx.Module):
@@ -115,8 +119,7 @@ class MLAttention(nnx.Module):
 
     def _expands(self, batch: StepBatch, pool: jax.Array) -> bool:
         sequences, pages = batch.block_tables.shape
-        itemsize = self.w_uk[...].dtype.itemsize
-        return not batch.is_decode and self.config.expands(batch.tokens.shape[0], sequences, pages * pool.shape[1], itemsize, self.axes.tp)
+        return not batch.is_decode and self.config.expands(batch.tokens.shape[0], sequences, pages * pool.shape[1])
 
     def _queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[T, H, nope] and, rotated, [T, H, rope]; H is this rank's heads."""
@@ -145,9 +148,20 @@ class MLAttention(nnx.Module):
         sequences, pages = batch.block_tables.shape
         entries = pool[batch.block_tables.reshape(-1), :, 0].astype(q_nope.dtype)  # [S * P, block, rank + rope]
         latent, rope = entries[..., : c.kv_rank], entries[..., None, c.kv_rank :]
-        k_nope = jnp.einsum("pbr,hnr->pbhn", latent, self.w_uk[...])
-        keys = jnp.concatenate([k_nope, jnp.broadcast_to(rope, (*k_nope.shape[:3], c.rope_dim))], axis=-1)
-        values = jnp.einsum("pbr,hvr->pbhv", latent, self.w_uv[...])
         tables = jnp.arange(sequences * pages, dtype=jnp.int32).reshape(sequences, pages)
         own = dataclasses.replace(batch, block_tables=tables)
-        return paged_attention(jnp.concatenate([q_nope, q_rope], axis=-1), keys, values, own, scale=c.scale)
+
+        def some_heads(operands: tuple[jax.Array, ...]) -> jax.Array:
+            q, w_uk, w_uv = operands
+            k_nope = jnp.einsum("pbr,hnr->pbhn", latent, w_uk)
+            keys = jnp.concatenate([k_nope, jnp.broadcast_to(rope, (*k_nope.shape[:3], c.rope_dim))], axis=-1)
+            return paged_attention(q, keys, jnp.einsum("pbr,hvr->pbhv", latent, w_uv), own, scale=c.scale)
+
+        q, w_uk, w_uv = jnp.concatenate([q_nope, q_rope], axis=-1), self.w_uk[...], self.w_uv[...]
+        (t, heads, _), positions = q.shape, sequences * pages * pool.shape[1]
+        groups = c.head_groups(heads, positions, q.dtype.itemsize)
+        if groups == 1:
+            return some_heads((q, w_uk, w_uv))
+        grouped = [w.reshape(groups, heads // groups, *w.shape[1:]) for w in (w_uk, w_uv)]
+        out = jax.lax.map(some_heads, (q.reshape(t, groups, heads // groups, -1).swapaxes(0, 1), *grouped))
+        return out.swapaxes(0, 1).reshape(t, heads, c.v_dim)

@@ -82,7 +82,7 @@ def run(m: MLAttention, sequences: list[np.ndarray]):
         for i, part in enumerate(np.split(np.asarray(y), np.cumsum([len(p) for p in parts]))[:-1]):
             out[i] += list(part)
     batch = build_batch(rank, [(i, np.zeros(1, np.int32)) for i in range(len(sequences))], 3, 3, BLOCKS, decode=True)
-    y, pool = attend(m, np.stack([s[-1] for s in sequences] + [np.zeros(HIDDEN)]), pool, batch)
+    y, pool = attend(m, np.stack([s[-1] for s in sequences] + [np.zeros(HIDDEN)] * (3 - len(sequences))), pool, batch)
     return [np.array([*rows, y[i]]) for i, rows in enumerate(out)], pool
 
 
@@ -98,13 +98,24 @@ def test_both_forms_and_decode_equal_plain_attention(name, form):
     assert pool.shape[2:] == (1, m.config.kv_rank + m.config.rope_dim)
 
 
+def test_expanding_group_by_group_changes_nothing():
+    x = np.random.default_rng(2).normal(size=(13, HIDDEN))
+    one = run(layer(dataclasses.replace(BASE, prefill="expanded")), [x])[0][0]
+    cut = dataclasses.replace(BASE, prefill="expanded", expand_bytes=2 * 3 * 4 * BLOCK * 24 * 4)
+    assert cut.head_groups(4, keys=3 * 4 * BLOCK, itemsize=4) == 2
+    np.testing.assert_allclose(run(layer(cut), [x])[0][0], one, atol=1e-6)
+
+
 def test_auto_expands_when_enough_rows_share_the_expansion():
     v3 = MLAConfig(128, 1536, 512, 128, 64, 128, RopeConfig(64))
-    assert v3.expands(tokens=4096, sequences=1, keys=4096, itemsize=2)
-    assert not v3.expands(tokens=64, sequences=1, keys=4096, itemsize=2)
-    assert not v3.expands(tokens=4096, sequences=64, keys=4096, itemsize=2), "few rows per sequence, and 20 GiB of keys"
-    assert v3.expands(tokens=4096, sequences=4, keys=4096, itemsize=2, tp=8)
-    assert not dataclasses.replace(v3, prefill="absorbed").expands(4096, 1, 4096, 2)
+    assert v3.expands(tokens=4096, sequences=1, keys=4096)
+    assert not v3.expands(tokens=64, sequences=1, keys=4096)
+    assert v3.expands(tokens=256, sequences=4, keys=64), "without a prefix there is no more to expand than to absorb"
+    assert not v3.expands(tokens=4096, sequences=64, keys=4096), "few rows per sequence"
+    assert not dataclasses.replace(v3, prefill="absorbed").expands(4096, 1, 4096)
+    assert v3.head_groups(128, keys=4096, itemsize=2) == 1
+    assert v3.head_groups(128, keys=1 << 16, itemsize=2) == 8, "5 GiB in pieces of at most 1"
+    assert v3.head_groups(128, keys=1 << 30, itemsize=2) == 128
 
 
 def test_refusals():
