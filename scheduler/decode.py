@@ -8,7 +8,7 @@ import numpy as np
 
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
 from deepinfer_jax.scheduler.prefill import clone_last_block
-from deepinfer_jax.scheduler.sequence import SequenceStatus
+from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from deepinfer_jax.scheduler.scheduler import Scheduler
@@ -73,23 +73,28 @@ def _admit_prompted(s: Scheduler, out: SchedulerOutputs) -> None:
                 if s.prompted and s.prompted[0] is seq:
                     return
                 continue
-            shared = s.blocks.ref_counts[seq.block_ids[-1]] > 1
-            clone_last_block(s, seq, s.blocks.allocate(int(shared)), out)
+            clone_last_block(s, seq, s.blocks.allocate(int(s.must_clone(seq))), out)
         s.prompted.popleft()
         s.admit(seq, out)
 
 
-def _room_for_clone(s: Scheduler, seq, out: SchedulerOutputs) -> bool:
-    """A free block for the copy of the fork's last block. If only prompted sequences hold blocks nobody will release one: the
-    last of them is preempted."""
-    while s.blocks.ref_counts[seq.block_ids[-1]] > 1 and not s.blocks.num_free:
-        if any(q.num_blocks and q.status is not SequenceStatus.PROMPTED for q in s.sequences):
+def _room_for_clone(s: Scheduler, seq: Sequence, out: SchedulerOutputs) -> bool:
+    """A free block for the copy of the fork's last block. If everybody who holds blocks waits for blocks, nobody will release
+    one: the last of `prompted` is preempted."""
+    while s.must_clone(seq) and not s.blocks.num_free:
+        if any(q.num_blocks and not _waits_for_blocks(s, q) for q in s.sequences):
             return False
         last = s.prompted[-1]
         s.preempt(last, out)
         if last is seq:
             return False
     return True
+
+
+def _waits_for_blocks(s: Scheduler, seq: Sequence) -> bool:
+    if seq.status is SequenceStatus.WAITING:
+        return s.must_clone(seq) or s.config.pages(seq.num_tokens) > seq.num_blocks
+    return seq.status is SequenceStatus.PROMPTED
 
 
 def _grow(

@@ -105,14 +105,9 @@ def _ignore(s: Scheduler, seq: Sequence, refusal: _Refusal, out: SchedulerOutput
     out.ignored.append(seq)
 
 
-def _must_clone(s: Scheduler, seq: Sequence) -> bool:
-    """A fork's half-written last block is copied unless nobody else holds it any more."""
-    return seq._shares_last_block and bool(s.blocks.ref_counts[seq.block_ids[-1]] > 1)
-
-
 def _blocks_needed(s: Scheduler, seq: Sequence, hit: PrefixHit | None) -> int:
     have = seq.num_blocks if hit is None else hit.blocks.size
-    return s.config.pages(seq.num_tokens) - have + _must_clone(s, seq)
+    return s.config.pages(seq.num_tokens) - have + s.must_clone(seq)
 
 
 def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
@@ -128,7 +123,7 @@ def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -
 def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
     """Blocks the running sequences, and this one, are still expected to need (policy expected_output_fraction)."""
     fraction, t = s.config.expected_output_fraction, s.slots
-    if not fraction or s.has_nothing_to_decode:
+    if not fraction or not t.num_active:
         return 0
     active = np.flatnonzero(t.active)
     expected = t.prompt_len[active] + np.ceil((t.max_len[active] - t.prompt_len[active]) * fraction).astype(np.int32)
@@ -139,9 +134,10 @@ def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
 
 
 def _break_stall(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
-    """When every held block belongs to waiting sequences, nobody will release any: take them from the last in the queue, at
-    the end from the head itself. True if the head may be planned again."""
-    if s.slots.num_active or s.prompted or any(q.num_blocks and q.status is not SequenceStatus.WAITING for q in s.sequences):
+    """When every held block belongs to sequences that wait for blocks, nobody will release any: take them from the last in the
+    queue, at the end from the head itself. True if the head may be planned again."""
+    queued = (SequenceStatus.WAITING, SequenceStatus.PROMPTED)
+    if s.slots.num_active or s.can_admit_prompted() or any(q.num_blocks and q.status not in queued for q in s.sequences):
         return False
     for other in [q for q in reversed(s.waiting) if q is not seq and q.num_blocks]:
         s.reset_for_recompute(other)

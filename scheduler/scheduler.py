@@ -265,16 +265,27 @@ class Scheduler(entry.EntryMixin):
     def wants_prefill(self) -> bool:
         """This rank's vote: the head of `waiting` could start and the pool is not nearly full.
 
-        A rank with nothing to decode ignores the watermark: an unfinished prompt that fills the pool could never go on.
+        A rank where nothing is running ignores the watermark: an unfinished prompt that fills the pool could never go on.
         """
         head = next((seq for seq in self.waiting if not seq.is_finished), None)
         if head is None or not head.schedulable:
             return False
-        return self.cache_usage <= PREFILL_CACHE_WATERMARK or self.has_nothing_to_decode
+        return self.cache_usage <= PREFILL_CACHE_WATERMARK or not self.slots.num_active
 
     @property
     def has_nothing_to_decode(self) -> bool:
         return not self.slots.num_active and not self.prompted
+
+    def must_clone(self, seq: Sequence) -> bool:
+        """A fork's half-written last block is copied, unless nobody else holds it any more."""
+        return seq._shares_last_block and bool(self.blocks.ref_counts[seq.block_ids[-1]] > 1)
+
+    def can_admit_prompted(self) -> bool:
+        """The next decode step moves the head of `prompted` to running."""
+        if not self.prompted:
+            return False
+        seq = self.prompted[0]
+        return (seq.slot >= 0 or self.slots.num_free > 0) and (not self.must_clone(seq) or self.blocks.num_free > 0)
 
     def schedule_prefill(self) -> SchedulerOutputs | None:
         """A prefill step; None when nothing could be scheduled and the role can decode instead."""
