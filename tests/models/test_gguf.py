@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from paged_driver import GOLDEN, PagedDriver, golden_prompts
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import SentencePieceBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deepinfer_jax.models.gguf import unpermute
 from deepinfer_jax.models.gguf_cache import cached_folder
+from deepinfer_jax.models.gguf_tokenizer import build_tokenizer
 from deepinfer_jax.models.layers.rope import RopeConfig, inv_frequencies
 from deepinfer_jax.models.loading import load_generation_config, load_hf_config, load_model
 from deepinfer_jax.models.resolve import resolve_model_path
@@ -136,6 +137,40 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<s>", "</s>", False)
     assert config["chat_template"] == "{{ messages[0].content }}"
+
+
+def test_sentencepiece_scores_become_merges() -> None:
+    """A BPE trained with merges, exported as SentencePiece scores (minus the merge's rank), encodes the same afterwards."""
+    corpus = ["the quick brown fox jumps over the lazy dog", "then the other fox jumped there too, didn't it?"] * 4
+    trained = SentencePieceBPETokenizer()
+    trained.train_from_iterator(corpus, vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    state = json.loads(trained.to_str())["model"]
+    rank = {"".join(merge): i for i, merge in enumerate(state["merges"])}
+    size = len(state["vocab"])
+    tokens = sorted(state["vocab"], key=state["vocab"].get) + [f"<0x{byte:02X}>" for byte in range(256)]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(rank.get(token, 0)) for token in tokens],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (size - 3) + [6] * 256,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    rebuilt, add_bos = build_tokenizer(lambda key, default=None: fields.get(key, default))
+    assert add_bos
+    for text in ("the quick fox", "then there  the dog jumped"):
+        ids = rebuilt.encode(text).ids
+        assert ids == [1, *trained.encode(text).ids]
+        assert rebuilt.decode(ids) == text
+    assert rebuilt.decode(rebuilt.encode("fox \U0001f98a").ids) == "fox \U0001f98a"
+
+
+def test_unsupported_tokenizers_are_named() -> None:
+    for fields, match in (
+        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": []}, "'bert'"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "falcon", "tokenizer.ggml.tokens": []}, "'falcon'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            build_tokenizer(lambda key, default=None, fields=fields: fields.get(key, default))
 
 
 def test_unsupported_files_are_named(tmp_path: Path) -> None:
