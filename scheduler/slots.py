@@ -12,8 +12,9 @@ import numpy as np
 
 from deepinfer_jax.scheduler.sequence import Sequence
 
-RECENT_TOKENS = 64
-"""Tokens kept per slot before they move to the sequence's own buffer: one Python call per sequence and this many steps."""
+RECENT_TOKENS = 256
+"""Tokens kept per slot before they move to the sequence's own buffer: one Python call per sequence and this many steps. Rows
+start at different offsets, so that sequences admitted together do not all move their tokens in the same step."""
 _NO_TOKEN = -1
 
 
@@ -38,7 +39,8 @@ class SlotTable:
         self.admission = np.zeros(num_slots, np.int64)  # order of admission
         self.stop_ids = np.full((num_slots, 1), _NO_TOKEN, np.int32)
         self._recent = np.zeros((num_slots, RECENT_TOKENS), np.int32)
-        self._recent_len = np.zeros(num_slots, np.intp)
+        self._recent_start = np.zeros(num_slots, np.intp)
+        self._recent_end = np.zeros(num_slots, np.intp)
         self._seqs: list[Sequence | None] = [None] * num_slots
         self._seqs_shared = False
         self._free = list(range(num_slots))  # a heap: the lowest slot first
@@ -67,7 +69,7 @@ class SlotTable:
         self.priority[slot] = seq.priority
         self.num_drafts[slot] = num_drafts
         self.serial[slot] += 1
-        self._recent_len[slot] = 0
+        self._recent_start[slot] = self._recent_end[slot] = slot % RECENT_TOKENS
         self._set_stop_ids(slot, seq)
         self._own_seqs()[slot] = seq
         seq.slot, seq._slot_table = slot, self
@@ -154,12 +156,12 @@ class SlotTable:
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Appends one token per slot; bool [n]: the sequence ends with it."""
-        fill = self._recent_len[slots]
-        self._recent[slots, fill] = tokens
-        self._recent_len[slots] = fill + 1
+        end = self._recent_end[slots]
+        self._recent[slots, end] = tokens
+        self._recent_end[slots] = end + 1
         lengths = self.num_tokens[slots] + 1
         self.num_tokens[slots] = lengths
-        full = fill == RECENT_TOKENS - 1
+        full = end == RECENT_TOKENS - 1
         if full.any():
             for slot in slots[full].tolist():
                 self._seqs[slot]._sync()
@@ -174,9 +176,11 @@ class SlotTable:
         return hit & (lengths >= self.min_len[slots]) if hit.any() else None
 
     def take_recent(self, slot: int) -> np.ndarray:
-        count = self._recent_len[slot]
-        self._recent_len[slot] = 0
-        return self._recent[slot, :count]
+        """Removes and returns the tokens not yet moved to the sequence: a view, valid until the next append()."""
+        start, end = self._recent_start[slot], self._recent_end[slot]
+        if start < end:
+            self._recent_start[slot] = self._recent_end[slot] = 0
+        return self._recent[slot, start:end]
 
     def add_pages(self, slots: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Appends counts[i] of `blocks` to the table of slots[i]; returns (slot, page) of every block, i32."""

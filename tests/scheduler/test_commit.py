@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from sched_driver import make_seq, small_config
+from sched_driver import Driver, make_seq, small_config
 
-from deepinfer_jax.scheduler import Scheduler, SequenceStatus
+from deepinfer_jax.scheduler import Scheduler, SequenceStatus, slots
 
 
 def start(seq, **changes) -> tuple[Scheduler, object]:
@@ -162,3 +162,13 @@ def test_long_outputs_survive_the_slot_rows():
         feed(s, out, i % 20 + 2)
         out = s.schedule_decode()
     assert seq.output_token_ids.tolist() == [i % 20 + 2 for i in range(300)] and seq.finish_reason == "length"
+
+
+def test_token_rows_of_any_length_and_offset_lose_nothing(monkeypatch):
+    monkeypatch.setattr(slots, "RECENT_TOKENS", 3)  # rows fill every third step, at different steps per slot
+    d = Driver(small_config(zos=True, nextn=2))
+    for i in range(8):
+        d.schedulers[0].add_request(make_seq(i, 4, max_tokens=30, first=i, ignore_eos=True))
+    d.run()  # compares every token
+    d.assert_clean()
+    assert all(seq.num_output_tokens == 30 for seq in d.ended)
