@@ -166,7 +166,7 @@ def test_long_outputs_survive_the_slot_rows():
 
 def test_token_rows_of_any_length_and_offset_lose_nothing(monkeypatch):
     monkeypatch.setattr(slots, "RECENT_TOKENS", 3)  # rows fill every third step, at different steps per slot
-    d = Driver(small_config(zos=True, nextn=2))
+    d = Driver(small_config(zos=True, nextn=2, num_blocks=100))
     for i in range(8):
         d.schedulers[0].add_request(make_seq(i, 4, max_tokens=30, first=i, ignore_eos=True))
     d.run()  # compares every token
