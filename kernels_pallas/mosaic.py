@@ -96,3 +96,20 @@ def widen(narrow, wide) -> None:
     """wide[K, N] (f16 or bf16) = narrow[K, N] (e4m3), both in shared memory. The hardware converts e4m3 to f16 only."""
     value = narrow[...].astype(jnp.float16)
     wide[...] = value if wide.dtype == jnp.float16 else value.astype(jnp.float32).astype(wide.dtype)
+
+
+def store_rows(smem, first, out_at, start, count) -> None:
+    """Copy `count` rows (dynamic, up to all) of smem[R, N] from row `first` on to `out_at(rows)` from row `start` on.
+
+    TMA copies have static sizes, so the rows go out in one piece per set bit of count. smem must not be tiled.
+    """
+    done, size = 0, 1 << (smem.shape[0].bit_length() - 1)
+    while size:
+
+        @pl.when(lax.bitwise_and(count, size) != 0)
+        def _piece(done=done, size=size):
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(first + done, size)], out_at(pl.ds(start + done, size)))
+
+        done = done + lax.bitwise_and(count, size)
+        size //= 2
+    plgpu.wait_smem_to_gmem(0)
