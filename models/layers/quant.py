@@ -13,7 +13,7 @@ int4: each run of 64 inputs takes 32 bytes: its first 32 inputs (one group) are 
 On a CPU the int8 product is computed with int8 instructions and without loss: a float32 activation is written as three int8
 digits in base 254 (relative error 2^-23), all digits go through one int8 x int8 -> int32 product, and the sums are put
 together in float32. That reads one byte per weight and never writes a dequantised one. Elsewhere the weights are
-converted on the way into the matmul, which XLA fuses.
+converted on the way into the matmul, which XLA fuses. Measured: docs/decisions/010-quantised-linears-on-cpu.md.
 """
 
 from __future__ import annotations
