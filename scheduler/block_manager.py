@@ -33,7 +33,7 @@ class BlockManager:
         self._buckets: dict[Hashable, int] = {}  # hash -> block
         self._entries: dict[int, tuple[Hashable, Hashable, bytes, int]] = {}  # block -> (hash, parent node, content, node)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
-        self._next_node = 0
+        self._next_node = 1  # not 0: hash(0) == hash(""), so page 1 of a repetitive prompt would share page 0's bucket
         self.num_evictions = 0
 
     # ---- counts

@@ -11,6 +11,7 @@ from typing import Any
 from deepinfer_jax.scheduler.config import SchedulerConfig
 from deepinfer_jax.scheduler.costs import StepCosts
 from deepinfer_jax.scheduler.roles import EngineType
+from deepinfer_jax.scheduler.router import RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +57,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Engines behind one router: NORMAL ones, or PROMPT and COMPLETION ones. Raises ValueError for any other mix.
+    """NORMAL engines, or PROMPT and COMPLETION ones behind the router. Raises ValueError for any other mix.
 
-    reserve: fraction of max_tokens a completion engine holds blocks for before it takes a request; 1 never preempts.
+    reserve: fraction of max_tokens a completion engine holds blocks for before it takes a request (and the router counts);
+    1 never preempts. router: its bounds; prefix affinity applies where the prompt engines reuse prefixes.
     """
 
     name: str
     engines: tuple[EngineSpec, ...]
     link: Link = field(default_factory=Link)
     reserve: float = 1.0
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
         roles = {spec.role for spec in self.engines}
@@ -89,7 +92,8 @@ _ALIASES = {"blocks": "num_blocks", "tokens": "max_num_batched_tokens", "seqs": 
 _ALIASES["any_interval"] = "prefill_any_attempt_interval"
 _CONFIG_TYPES = {f.name: str(f.type).split(" ")[0] for f in fields(SchedulerConfig) if f.name != "role"}
 _SPEC_TYPES = {"dp": "int", "engines": "int", "acceptance": "float"}
-_DEPLOYMENT_TYPES = {"latency": "float", "bandwidth": "float", "reserve": "float"}
+_ROUTER_TYPES = {"max_queued_tokens": "int", "max_held_requests": "int", "max_held_tokens": "int"}
+_DEPLOYMENT_TYPES = {"latency": "float", "bandwidth": "float", "reserve": "float", **_ROUTER_TYPES}
 _TYPES = {**_CONFIG_TYPES, **_SPEC_TYPES, **_DEPLOYMENT_TYPES, "name": "str"}
 _ROLE_PREFIXES = {"p": EngineType.PROMPT, "prompt": EngineType.PROMPT, "d": EngineType.COMPLETION, "completion": EngineType.COMPLETION}
 _BOOLEANS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
@@ -100,8 +104,8 @@ def parse_deployment(text: str, limits: Mapping[str, Any]) -> Deployment:
 
     Parts are separated by colons: the kind, for `normal` optionally a number of engines, for `pd` nP and mD, then options
     name=value separated by commas. Options are the fields of SchedulerConfig (short forms: blocks, tokens, seqs, interval,
-    any_interval), dp, acceptance, and of the whole deployment name, latency, bandwidth, reserve; in `pd`, a prefix p. or d.
-    means one role only. limits: SchedulerConfig fields where the text says nothing; zos defaults to the role's own.
+    any_interval), dp, acceptance, and of the whole deployment name, latency, bandwidth, reserve and the router's bounds; in
+    `pd`, a prefix p. or d. means one role only. limits: SchedulerConfig fields where the text says nothing; zos defaults to the role's own.
     Raises ValueError naming the deployment and the option.
     """
     where = f"deployment {text!r}"
@@ -118,7 +122,8 @@ def parse_deployment(text: str, limits: Mapping[str, Any]) -> Deployment:
     try:
         engines = tuple(_engine(role, count, options, limits) for role, count in roles.items())
         link = Link(**{name: whole[name] for name in ("latency", "bandwidth") if name in whole})
-        return Deployment(name=whole.get("name", text), engines=engines, link=link, reserve=whole.get("reserve", 1.0))
+        router = RouterConfig(**{name: whole[name] for name in _ROUTER_TYPES if name in whole})
+        return Deployment(name=whole.get("name", text), engines=engines, link=link, reserve=whole.get("reserve", 1.0), router=router)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 TOKEN, EOS = 0, 1
 """What the simulated model samples: EOS where the trace says the output ends, anything else before."""
+_NEVER = 2**62
 _ATTEMPTS = 3  # a stall is broken by one schedule() and used by the next
 
 
 @dataclass(slots=True)
 class _Step:
     outputs: list[SchedulerOutputs]
-    end: float
+    seconds: float
 
 
 class SimEngine:
@@ -90,7 +91,7 @@ class SimEngine:
         start = max(self._host_free, self._device_free)
         seconds = self._seconds(outputs)
         self._device_free = start + seconds
-        self._in_flight.append(_Step(outputs, self._device_free))
+        self._in_flight.append(_Step(outputs, seconds))
         self.rank_steps += len(outputs)
         is_prefill = outputs[0].is_prefill
         for rank, out in enumerate(outputs):
@@ -103,7 +104,8 @@ class SimEngine:
         self.sim.at(self._device_free, self.sim.STEP_END, self.end_step)
 
     def _tokens_at_end(self, seq: Sequence) -> int:
-        return seq.prompt_len + int(self.sim.trace.output_lengths[seq.request_id])
+        length = int(self.sim.trace.output_lengths[seq.request_id])
+        return seq.prompt_len + length if length < seq.max_tokens else _NEVER
 
     def _seconds(self, outputs: list[SchedulerOutputs]) -> float:
         """The ranks meet in every expert layer, so the slowest one sets the pace."""
@@ -126,11 +128,10 @@ class SimEngine:
         for s, out in zip(self.schedulers, outputs, strict=True):
             for seq in out.preempted:
                 self.sim.recorder.preemptions[seq.request_id] += 1
-            for seq in out.ignored:
-                self.sim.recorder.end(seq, self.sim.now, self.name)
+            self._end(out.ignored)
+            # Stopped by a preemption, or nothing left to decode; the others ended when their last token was processed.
+            self._end([seq for seq in out.finished if not self.sim.recorder.has_ended(seq.request_id)])
             for seq in out.finished:
-                if not self.sim.recorder.has_ended(seq.request_id):  # stopped by a preemption, or nothing left to decode
-                    self.sim.recorder.end(seq, self.sim.now, self.name)
                 s.free_seq(seq)
                 freed = True
         if freed:
@@ -142,19 +143,21 @@ class SimEngine:
         self._waits_for_step = False
         for rank, out in enumerate(step.outputs):
             if out.is_prefill:
-                self._process_prefill(rank, out)
+                self._process_prefill(rank, out, step.seconds)
             else:
                 self._process_decode(rank, out)
         self.sim.wake(self)
 
-    def _process_prefill(self, rank: int, out: SchedulerOutputs) -> None:
-        s, recorder, now = self.schedulers[rank], self.sim.recorder, self.sim.now
+    def _process_prefill(self, rank: int, out: SchedulerOutputs, seconds: float) -> None:
+        s, per_token = self.schedulers[rank], seconds / max(1, out.num_tokens)
         ends = [item.is_last and item.seq.num_tokens + 1 >= self._tokens_at_end(item.seq) for item in out.prefill]
         processed = s.process_outputs(out, np.where(ends, EOS, TOKEN).astype(np.int32).reshape(len(ends), 1))
         for item, accepted in zip(out.prefill, processed.num_accepted.tolist(), strict=True):
             if accepted:
-                recorder.token(item.seq.request_id, now)
-                if not self.policy.does_decode and not item.seq.is_finished:
+                self.sim.recorder.token(item.seq.request_id, self.sim.now)
+            if not self.policy.does_decode:
+                self.sim.prefill_progress(item.seq, item.q_len, item.q_len * per_token)
+                if accepted and not item.seq.is_finished:
                     self.sim.hand_over(self, s, item.seq)
         self._end(processed.finished)
 
@@ -177,7 +180,7 @@ class SimEngine:
 
     def _end(self, finished: list[Sequence]) -> None:
         for seq in finished:
-            self.sim.recorder.end(seq, self.sim.now, self.name)
+            self.sim.end(seq, self.name)
 
     # ---- results
 

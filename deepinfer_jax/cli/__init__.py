@@ -34,6 +34,7 @@ COMMANDS = (
     Command("generate", "deepinfer_jax.cli.generate", "complete prompts given on the command line or in a file"),
     Command("chat", "deepinfer_jax.cli.chat", "talk to a chat model in the terminal"),
     Command("info", "deepinfer_jax.cli.info", "show devices, versions, and a model's sizes"),
+    Command("simulate", "deepinfer_jax.cli.simulate", "run a trace of arrivals through deployments, without a device"),
 )
 
 

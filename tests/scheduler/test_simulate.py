@@ -111,13 +111,16 @@ def test_transfers_of_one_engine_take_turns():
     assert result.requests.engine == ("COMPLETION_0", "COMPLETION_1")
 
 
-def test_waiting_time_is_that_of_an_md1_queue():
-    rho, count = 0.5, 20_000
-    trace = synthetic_trace(count, rate=rho / PREFILL, input_mean=64, output_mean=1, input_cv=0, output_cv=0, seed=3)
-    result = run(trace, "normal:zos=0", max_num_batched_tokens=64)  # a step holds one prompt, and each is one step
-    expected = rho * PREFILL / (2 * (1 - rho))  # Pollaczek-Khinchine, constant service
-    assert result.requests.queue.mean() == pytest.approx(expected, rel=0.05)
-    assert result.summary()["engines"][0]["utilisation"] == pytest.approx(rho, rel=0.03)
+def test_waiting_times_are_those_of_an_md1_queue():
+    trace = synthetic_trace(3_000, rate=0.5 / PREFILL, input_mean=64, output_mean=1, input_cv=0, output_cv=0, seed=1)
+    result = run(trace, "normal:zos=0", max_num_batched_tokens=64, block_size=64)  # a step holds one prompt, and each is one step
+    waits = [0.0]
+    for gap in np.diff(trace.timestamps):
+        waits.append(max(0.0, waits[-1] + PREFILL - gap))  # Lindley's recursion
+    np.testing.assert_allclose(result.requests.queue, waits, atol=1e-9)
+    rho = trace.rate * PREFILL
+    assert np.mean(waits) == pytest.approx(rho * PREFILL / (2 * (1 - rho)), rel=0.15)  # Pollaczek-Khinchine, constant service
+    assert result.summary()["engines"][0]["utilisation"] == pytest.approx(rho, rel=0.05)
 
 
 def test_prefill_stalls_decoding_in_normal_and_not_in_a_split():
@@ -125,7 +128,8 @@ def test_prefill_stalls_decoding_in_normal_and_not_in_a_split():
     normal, split = run(trace, "normal:2:interval=1"), run(trace, "pd:1P:1D:bandwidth=1e12")
     stalled = DECODE + PREFILL
     assert normal.itl(99) >= stalled > 3 * split.itl(99)
-    assert split.itl(99) == pytest.approx(DECODE)
+    assert split.itl(95) == pytest.approx(DECODE)  # one token in 60 waits for the transfer and for steps in flight
+    assert split.gap_seconds.max() < stalled
     assert split.attainment(tpot=1.5 * DECODE) > normal.attainment(tpot=1.5 * DECODE)
 
 
