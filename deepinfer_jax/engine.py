@@ -67,6 +67,7 @@ class LLMEngine:
         self._dropped: list[Sequence] = []  # PROMPT: ended by other means, blocks still held
         self._watch = [np.zeros(self.config.max_num_seqs, bool) for _ in ranks]  # slots whose every token is looked at
         self._pending: InFlight | None = None
+        self.did_work = False  # the last step computed or processed something
         self._last_ready = 0.0  # when a result was last seen to be there
         self._ended: list[Request] = []  # requests that ended outside a step (aborts)
         self._seeds = np.random.default_rng(args.seed)
@@ -159,6 +160,7 @@ class LLMEngine:
                 self.send_processed_prompts()
             results += self._outputs_outside_steps(substeps)
             self.stats_log.record(record)
+            self.did_work = in_flight is not None or done is not None
             return results
 
     def _schedule(self) -> list[list[SchedulerOutputs]]:
@@ -366,6 +368,8 @@ class LLMEngine:
 
     def _outputs_outside_steps(self, substeps: list[list[SchedulerOutputs]]) -> list[RequestOutput]:
         """Outputs of requests that ended without a token: refused, aborted, stopped by preemption, failed."""
+        for seq in [s for outputs in substeps for o in outputs for s in o.ignored]:
+            self._ranks.pop(seq.request_id, None)  # the scheduler has released it already
         for seq in [s for outputs in substeps for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished]:
             c = self._completions.get(seq.request_id)
             if c is not None:
