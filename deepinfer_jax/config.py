@@ -32,8 +32,9 @@ class EngineArgs:
     tokenizer: str | None = None
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
-    """Accepted so that scripts port: no code of a checkpoint is ever run."""
+    """Accepted so that scripts port, and without effect: no code of a checkpoint is ever run."""
     served_model_name: str = "deepinfer-model"
+    """The model's name in metrics and log lines."""
     load_format: str = "auto"
     """Where weights come from: "auto" reads the checkpoint, "dummy" makes random weights from config.json alone."""
     dtype: str = "auto"
@@ -95,7 +96,11 @@ class EngineArgs:
     strict_compiles: bool = False
     """Make a compile after warm-up an error."""
     disable_log_stats: bool = False
+    """No log line every DEEPINFER_LOGGING_INTERVAL_STEP steps."""
     metrics_port: int | None = None
+    """Serve Prometheus metrics on this port (0: any free one); by default none."""
+    metrics_host: str = "127.0.0.1"
+    """The address the metrics are served on."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     """Further fields of SchedulerConfig."""
 

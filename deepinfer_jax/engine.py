@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from deepinfer_jax.admission import PromptInput, build_request, check_request
+from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.loading import ModelSource, use_compilation_cache
 from deepinfer_jax.metrics import EngineStats, StepRecord
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.parallel import make_mesh
+from deepinfer_jax.profiling import StepProfiler
+from deepinfer_jax.prometheus import MetricsServer
 from deepinfer_jax.requests import Completion, Request, fill_sampling_row
-from deepinfer_jax.runner import InFlight, ModelRunner
+from deepinfer_jax.runner import InFlight, ModelRunner, Progress
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.group import DPGroup, LocalDPGroup, SchedulerGroup
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
@@ -36,7 +39,15 @@ class LLMEngine:
     A subclass may override the hooks (see "hooks" below); their order is the contract of disaggregation.
     """
 
-    def __init__(self, args: EngineArgs, *, devices: Seq[Any] | None = None, dp_group: DPGroup | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        *,
+        devices: Seq[Any] | None = None,
+        dp_group: DPGroup | None = None,
+        warm_up_progress: Progress | None = None,
+    ) -> None:
+        """warm_up_progress: called with (program, programs ready, programs in all) as warm-up goes on."""
         if args.compilation_cache:
             use_compilation_cache()
         source = ModelSource.find(args)
@@ -44,14 +55,14 @@ class LLMEngine:
         self.config = EngineConfig.resolve(args, source.config)
         self.model_config, self.model_class = source.config, source.model_class
         self.mesh = make_mesh(self.config.axes, devices)
-        loaded = source.load(self.config, self.mesh)
         self.tokenizer, self.eos_token_ids = source.load_tokenizer(args)
         self.policy = self.config.policy
         self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
-        self.runner = ModelRunner(self.config, loaded, self.mesh)
-        if self.policy.splits_prefill_decode:
-            self.init_pd_split()
-        self.warm_up_seconds = self.runner.warm_up() if args.warm_up else 0.0
+        with compile_watch().expected():
+            self.runner = ModelRunner(self.config, source.load(self.config, self.mesh), self.mesh)
+            if self.policy.splits_prefill_decode:
+                self.init_pd_split()
+            self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
         ranks = self.runner.placement.local_ranks
         self.dp_group = dp_group or LocalDPGroup(len(ranks))
         programs = self.runner.programs
@@ -60,6 +71,8 @@ class LLMEngine:
         self.schedulers = [Scheduler(scheduler_config) for _ in ranks]
         self.group = SchedulerGroup(self.schedulers, self.dp_group)
         self.stats_log = EngineStats(self)
+        self.profiler = StepProfiler()
+        self.metrics_server = None if args.metrics_port is None else MetricsServer(self, args.metrics_host, args.metrics_port)
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, Completion] = {}  # by sequence id
         self._ranks: dict[str, int] = {}  # by sequence id, until its blocks are free
@@ -161,6 +174,8 @@ class LLMEngine:
             results += self._outputs_outside_steps(substeps)
             self.stats_log.record(record)
             self.did_work = in_flight is not None or done is not None
+            if self.profiler.active:
+                self.profiler.after_step()
             return results
 
     def _schedule(self) -> list[list[SchedulerOutputs]]:
@@ -208,6 +223,8 @@ class LLMEngine:
             tables = [s.block_tables for s in self.schedulers]
             self.runner.admit(admitted, tables, self._fill_row)
         for rank, seqs in enumerate(admitted):
+            if seqs:
+                self.stats_log.admitted(rank, [seq.slot for seq in seqs], time.time())
             for seq in seqs:
                 c = self._completions[seq.request_id]
                 self._watch[rank][seq.slot] = c.needs_every_step()
@@ -269,6 +286,7 @@ class LLMEngine:
                 tokens[i] = rows.tokens[row_of[i]]
         self._fail_rows(rank, o.seqs, tokens)
         processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(len(tokens), np.int32))
+        self.stats_log.first_tokens(rank, [item.seq.slot for i, item in enumerate(o.prefill) if processed.num_accepted[i]], now)
         for i, item in enumerate(o.prefill):
             c = self._completions.get(item.seq.request_id)
             if c is None:
@@ -291,7 +309,10 @@ class LLMEngine:
         if count and tokens.min() < 0:
             self._fail_rows(rank, o.seqs, tokens)
         processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(count, np.int32))
-        watched = np.flatnonzero(self._watch[rank][o.slots] & (processed.num_accepted > 0)) if count else ()
+        accepted = processed.num_accepted > 0
+        if count:
+            self.stats_log.next_tokens(rank, o.slots[accepted], now)
+        watched = np.flatnonzero(self._watch[rank][o.slots] & accepted) if count else ()
         if len(watched):
             seqs = o.seqs
             for row in watched.tolist():
@@ -447,6 +468,19 @@ class LLMEngine:
         """Counters and recent step records, as plain values."""
         return self.stats_log.summary()
 
+    def start_profile(self, folder: str, num_steps: int | None = None) -> None:
+        """Traces the next steps with jax.profiler into `folder` (TensorBoard, Perfetto), `num_steps` of them or until stop_profile.
+
+        RuntimeError if a trace is running already.
+        """
+        with self._lock:
+            self.profiler.start(folder, num_steps)
+
+    def stop_profile(self) -> None:
+        """Ends a trace and writes it; does nothing if none is running."""
+        with self._lock:
+            self.profiler.stop()
+
     def check_integrity(self) -> None:
         """Raises if a block or slot is lost or doubly used on any local rank."""
         for scheduler in self.schedulers:
@@ -457,5 +491,8 @@ class LLMEngine:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        self.stats_log.close()
+        self.profiler.stop()
+        if self.metrics_server is not None:
+            self.metrics_server.close()
+            self.metrics_server = None
         self.runner.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -43,10 +44,14 @@ class LLM:
         *,
         stop_preempted_request: bool = False,
         warm_up: bool = False,
+        disable_log_stats: bool = True,
         devices: Seq[Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all."""
+        """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all.
+
+        A warm-up shows a progress bar on stderr.
+        """
         args = EngineArgs(
             model=str(model),
             tokenizer=tokenizer,
@@ -56,11 +61,13 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             stop_preempted_request=stop_preempted_request,
             warm_up=warm_up,
+            disable_log_stats=disable_log_stats,
             **engine_args,
         )
         self._decode = decode_sequence
         self._serial = itertools.count()
-        self.engine = LLMEngine(args, devices=devices)
+        with tqdm(desc="compiling", unit="program", disable=not warm_up, dynamic_ncols=True) as bar:
+            self.engine = LLMEngine(args, devices=devices, warm_up_progress=partial(show_warm_up, bar))
 
     # ---- generation ------------------------------------------------------------------------------------------------
 
@@ -211,6 +218,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def show_warm_up(bar: tqdm, program: str, done: int, count: int) -> None:
+    """One more program is ready."""
+    bar.total = count
+    bar.set_postfix_str(program, refresh=False)
+    bar.update(done - bar.n)
 
 
 def as_batch(prompts: Any) -> list[PromptInput]:

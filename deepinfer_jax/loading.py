@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.models import registry
 from deepinfer_jax.models.layers.dispatch import RAGGED_FLAG, MoeOptions
@@ -72,7 +73,10 @@ def cache_dir() -> Path:
 
 
 def use_compilation_cache() -> None:
-    """Lets restarts find compiled programs on disk, unless the user has set a cache folder already."""
+    """Lets restarts find every compiled program on disk: in $DEEPINFER_JIT_CACHE_DIR, else a folder of `cache_dir()`.
+
+    A cache folder that the user has given to JAX stays, with the user's limits.
+    """
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_compilation_cache_dir", str(environ.get("JIT_CACHE_DIR") or cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax import kv_cache, sampler
+from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.models.base import Caches, CacheSpec, StepBatch
 from deepinfer_jax.packing import PackedLayout
@@ -119,6 +120,7 @@ class StepPrograms:
             for x, spec in zip(leaves, self._param_specs, strict=True)
         )
         self.num_blocks = 0
+        self.last_profiled: Any = None  # the compiled program of the memory profile
         self._compiled: dict[ProgramKey, Any] = {}
         self._registered: dict[ProgramKey, Callable[[], Any]] = {}
         self.compiles_after_warm_up = 0
@@ -348,7 +350,10 @@ class StepPrograms:
                 if self.config.args.strict_compiles:
                     raise CompileAfterWarmUp(f"program {key} was not compiled at warm-up; compiled: {self.names()}")
                 logger.warning("compiling %s after warm-up: a step waits for the compiler", key)
-            program = self._compiled[key] = self.lower(key).compile()
+                program = self._compiled[key] = self.lower(key).compile()
+            else:
+                with compile_watch().expected():
+                    program = self._compiled[key] = self.lower(key).compile()
         return program
 
     def register(self, key: ProgramKey, lower: Callable[[], Any]) -> None:

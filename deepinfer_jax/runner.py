@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from deepinfer_jax import kv_cache
+from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.memory import profile_num_blocks
 from deepinfer_jax.models.loading import LoadedModel
@@ -25,6 +26,8 @@ from deepinfer_jax.state import ResultRows
 
 logger = logging.getLogger(__name__)
 
+Progress = Callable[[str, int, int], None]
+"""(program, programs ready, programs in all)."""
 RowFiller = Callable[[Any, dict[str, np.ndarray], int], None]
 """(sequence, writable views of the admit fields, row): writes one sequence's sampling parameters."""
 
@@ -89,10 +92,10 @@ class ModelRunner:
 
     # ---- warm-up ---------------------------------------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> float:
-        """Compiles every program of the role in parallel threads; returns seconds."""
+    def warm_up(self, progress: Progress | None = None) -> float:
+        """Compiles every program of the role in parallel threads, or fetches it from the persistent cache; returns seconds."""
         keys = [k for k in self.programs.warm_up_keys() if k not in self.programs._compiled]
-        start = time.perf_counter()
+        start, hits = time.perf_counter(), compile_watch().cache_hits
         with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
             jobs = {pool.submit(lambda k=k: self.programs.lower(k).compile()): k for k in keys}
             for done, job in enumerate(as_completed(jobs), 1):
@@ -100,7 +103,9 @@ class ModelRunner:
                 if progress is not None:
                     progress(str(jobs[job]), done, len(keys))
         self.programs.warm = True
-        return time.perf_counter() - start
+        seconds, hits = time.perf_counter() - start, compile_watch().cache_hits - hits
+        logger.info("warm-up: %d programs in %.1f s, %d of them from the persistent cache", len(keys), seconds, hits)
+        return seconds
 
     # ---- dispatch --------------------------------------------------------------------------------------------------
 

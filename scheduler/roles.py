@@ -52,6 +52,7 @@ class RolePolicy:
     fuses_norm_rope_unless_batch_invariant: bool  # False: fused attention path only where the layer needs it
     # experts
     eplb_counts_prefill_steps: bool
+    logging_interval_divisor: int  # the log line's interval in steps is divided by it: prefill steps are long
     moe_cap_is_prefill: bool  # False: MoE buffers hold max_num_seqs x (1 + nextn) tokens per rank
     typical_dp: tuple[int, int] | None
 
@@ -90,6 +91,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         fuses_norm_rope_unless_batch_invariant=False,
         eplb_counts_prefill_steps=False,
         moe_cap_is_prefill=True,
+        logging_interval_divisor=1,
         typical_dp=None,
     ),
     EngineType.PROMPT: RolePolicy(
@@ -117,6 +119,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         fuses_norm_rope_unless_batch_invariant=True,
         eplb_counts_prefill_steps=True,
         moe_cap_is_prefill=True,
+        logging_interval_divisor=5,
         typical_dp=(2, 8),
     ),
     EngineType.COMPLETION: RolePolicy(
@@ -144,6 +147,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         fuses_norm_rope_unless_batch_invariant=False,
         eplb_counts_prefill_steps=True,
         moe_cap_is_prefill=False,
+        logging_interval_divisor=1,
         typical_dp=(64, 128),
     ),
 }
