@@ -19,6 +19,10 @@ CPU_CACHE_BYTES = 4 << 30
 """On CPU the "device" is the host's memory, which others use too: by default the caches may take this much of it."""
 
 
+class NotEnoughMemory(ValueError):
+    """Not even one sequence of max_model_len fits the device."""
+
+
 @dataclass(frozen=True)
 class MemoryProfile:
     """Bytes on one device, and the blocks that fit. Produced for an engine and for a plan by the same code."""
@@ -53,7 +57,8 @@ def sharded_bytes(tree) -> int:
 def program_temp_bytes(programs: StepPrograms, key: ProgramKey) -> int:
     """Temporaries plus unaliased results of a program, from XLA's memory analysis of the compiled code."""
     blocks = programs.config.max_pages + 1
-    analysis = programs.lower(key, num_blocks=blocks).compile().memory_analysis()
+    programs.last_profiled = programs.lower(key, num_blocks=blocks).compile()
+    analysis = programs.last_profiled.memory_analysis()
     return int(analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes))
 
 
@@ -72,17 +77,19 @@ def device_memory(programs: StepPrograms, fixed: int) -> int:
     return min(available + fixed, int((fixed + CPU_CACHE_BYTES // max(local, 1)) / utilization))
 
 
-def profile_memory(programs: StepPrograms, device_bytes: int | None = None) -> MemoryProfile:
+def profile_memory(programs: StepPrograms, device_bytes: int | None = None, temp_bytes: int | None = None) -> MemoryProfile:
     """Measures the role's largest program and divides what is left by the size of a block.
 
-    Raises ValueError, with the missing bytes and the arguments to change, if not even one maximal sequence fits.
+    device_bytes, temp_bytes: known already (a planner's device and estimate), instead of asked of the device and the compiler.
+
+    Raises NotEnoughMemory, with the missing bytes and the arguments to change, if not even one maximal sequence fits.
     """
     c = programs.config
     key = programs.largest_key()
     params = sharded_bytes(programs.abstract_params)
     state = sharded_bytes(programs.abstract_state())
     slots = kv_cache.state_bytes(programs.cache_specs, c.axes, programs.num_state_slots)
-    temp = program_temp_bytes(programs, key)
+    temp = program_temp_bytes(programs, key) if temp_bytes is None else temp_bytes
     fixed = params + state + slots + temp
     total = device_memory(programs, fixed) if device_bytes is None else device_bytes
     block = kv_cache.bytes_per_block(programs.cache_specs, c.axes, c.block_size)
@@ -91,7 +98,7 @@ def profile_memory(programs: StepPrograms, device_bytes: int | None = None) -> M
     blocks = min(budget // block, useful)
     if blocks < c.max_pages:
         short = c.max_pages * block - budget
-        raise ValueError(
+        raise NotEnoughMemory(
             f"{c.role.name} engine: {short} bytes short of one sequence of max_model_len={c.max_model_len} "
             f"({c.max_pages} blocks of {block} bytes): device {total} x gpu_memory_utilization {c.args.gpu_memory_utilization} "
             f"- weights {params} - program {key} {temp} - state {state + slots}. Lower max_model_len, max_num_batched_tokens or "
