@@ -199,6 +199,25 @@ def test_every_request_ends_exactly_once(deployment, surprise):
     assert s["completed"] + sum(s["failed"].values()) == len(trace)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_deployments_lose_nothing(seed):
+    rng = np.random.default_rng(seed)
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    trace = synthetic_trace(
+        40, rate=pick(20, 300, np.inf), input_mean=60, output_mean=pick(1, 20), max_length=400, shared_prefix=40, seed=seed
+    )
+    options = f"blocks={pick(9, 20, 80)},seqs={pick(1, 3, 20)},tokens={pick(16, 64, 1024)},nextn={pick(0, 2)},acceptance=0.5"
+    options += f",dp={pick(1, 2, 3)},enable_prefix_caching={pick(0, 1)},interval={pick(1, 20)},zos={pick(0, 1)}"
+    for deployment in (
+        f"normal:{options},stop_preempted_request={pick(0, 1)}",
+        f"pd:{pick(1, 2)}P:{pick(1, 2)}D:{options},reserve={pick(0, 1)},latency={pick(0, 1)},max_held_requests={pick(1, 8)}",
+    ):
+        result = run(trace if pick(0, 1) else trace.asking_for(90), deployment)
+        done = result.requests.completed
+        assert (result.requests.output_tokens[done] == trace.output_lengths[done]).all()
+        assert result.gap_counts.sum() == np.maximum(result.requests.output_tokens - 1, 0).sum()
+
+
 def test_a_scarce_pool_preempts_and_recomputes():
     result = run(crowded_trace(0), "normal:blocks=64,stop_preempted_request=0")
     assert result.requests.preemptions.sum() > 0 and result.requests.completed.all()
