@@ -32,6 +32,7 @@ constexpr int LANES = 8, MAX_TILE = 2;
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
 constexpr int ROWS = 4;            // weight rows per register tile
+constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale
 constexpr int64_t CACHE_BYTES = 512 << 10;  // what a panel of x may take of the second-level cache
 
@@ -66,12 +67,28 @@ template <typename T> INLINE I widen(const T* p) {
 INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
 #endif
 
-INLINE float sum(F v) {
-  float lanes[LANES], total = 0;
-  std::memcpy(lanes, &v, sizeof lanes);
-  for (int step = LANES / 2; step; step /= 2)
-    for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-  return total + lanes[0];
+#if defined(__AVX512F__)
+INLINE __m256 half(F v) { return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1))); }
+#elif defined(__AVX2__)
+INLINE __m256 half(F v) { return (__m256)v; }
+#endif
+
+// out[r] = the sum of the lanes of v[r].
+template <int R> INLINE void sum_lanes(const F* v, float* out) {
+#if defined(__AVX2__)
+  if constexpr (R == 4) {
+    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half(v[0]), half(v[1])), _mm256_hadd_ps(half(v[2]), half(v[3])));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+    return;
+  }
+#endif
+  for (int r = 0; r < R; r++) {
+    float lanes[LANES];
+    std::memcpy(lanes, &v[r], sizeof lanes);
+    for (int step = LANES / 2; step; step /= 2)
+      for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    out[r] = lanes[0];
+  }
 }
 
 // ---- weight formats: row(n) prepares a row, at(k) gives LANES float32 weights from k on, one(k) a single one ----------
@@ -165,12 +182,14 @@ INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t 
       }
     }
   }
-  UNROLL for (int m = 0; m < M; m++)
+  UNROLL for (int m = 0; m < M; m++) {
+    float total[R];
+    sum_lanes<R>(acc[m], total);
     UNROLL for (int r = 0; r < R; r++) {
-      float total = sum(acc[m][r]);
-      for (int64_t i = k; i < K; i++) total += rows[r].one(i) * x[m * K + i];
-      y[m * ldy + n + r] = W::scaled_rows ? total * w.scale[n + r] : total;
+      for (int64_t i = k; i < K; i++) total[r] += rows[r].one(i) * x[m * K + i];
+      y[m * ldy + n + r] = W::scaled_rows ? total[r] * w.scale[n + r] : total[r];
     }
+  }
 }
 
 template <typename W, int R>
@@ -213,33 +232,53 @@ struct Call {
   std::atomic<int> references{0};
 };
 
+// A buffer that a thread keeps between calls.
+struct Scratch {
+  float* data = nullptr;
+  int64_t capacity = 0;
+  float* get(int64_t size) {
+    if (size > capacity) {
+      std::free(data);
+      capacity = (size + 31) / 32 * 32;
+      data = static_cast<float*>(std::aligned_alloc(128, capacity * sizeof(float)));
+    }
+    return data;
+  }
+  ~Scratch() { std::free(data); }
+};
+
+// Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
-void run_block(const Call& c, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  const float* x = c.x + m0 * c.w.k;
-  float* y = c.y + m0 * c.w.n;
-  const int64_t rows = m1 - m0;
-  if (std::is_same_v<W, Float32> || rows <= MAX_TILE) {
-    int64_t n = n0;
-    for (; n + ROWS <= n1; n += ROWS) rows_of_x<W, ROWS>(rows, x, c.w, n, y, c.w.n);
-    for (; n < n1; n++) rows_of_x<W, 1>(rows, x, c.w, n, y, c.w.n);
+INLINE void run_rows(const Call& c, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* wide, float* out, int64_t ldo) {
+  if (std::is_same_v<W, Float32> || m_count <= MAX_TILE) {
+    out -= n0;  // tiles index the result by weight row
+    if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, c.w, n0, out, ldo);
+    for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, c.w, n, out, ldo);
     return;
   }
-  static thread_local float* scratch = nullptr;
-  static thread_local int64_t capacity = 0;
-  if (capacity < ROWS * c.w.k) {
-    std::free(scratch);
-    capacity = (ROWS * c.w.k + 31) / 32 * 32;
-    scratch = static_cast<float*>(std::aligned_alloc(128, capacity * sizeof(float)));
+  const Weights w{wide, nullptr, c.w.n, c.w.k};
+  for (int64_t n = n0; n < n1; n++) widen_row<W>(c.w, n, wide + (n - n0) * c.w.k);
+  if (n1 - n0 == ROWS) return rows_of_x<Float32, ROWS>(m_count, x, w, 0, out, ldo);
+  for (int64_t r = 0; r < n1 - n0; r++) rows_of_x<Float32, 1>(m_count, x, w, r, out, ldo);
+}
+
+template <typename W>
+void run_block(const Call& c, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  static thread_local Scratch wide_rows, results;
+  const float* x = c.x + m0 * c.w.k;
+  const int64_t rows = m1 - m0, ldy = c.w.n;
+  float* y = c.y + m0 * ldy;
+  if (rows <= MAX_TILE) {
+    for (int64_t n = n0; n < n1; n += ROWS) run_rows<W>(c, rows, x, n, std::min(n + ROWS, n1), nullptr, y + n, ldy);
+    return;
   }
-  for (int64_t n = n0; n < n1; n += ROWS) {
-    const int64_t count = std::min<int64_t>(ROWS, n1 - n);
-    for (int64_t r = 0; r < count; r++) widen_row<W>(c.w, n + r, scratch + r * c.w.k);
-    const Weights wide{scratch, nullptr, c.w.n, c.w.k};
-    if (count == ROWS) {
-      rows_of_x<Float32, ROWS>(rows, x, wide, 0, y + n, c.w.n);
-    } else {
-      for (int64_t r = 0; r < count; r++) rows_of_x<Float32, 1>(rows, x, wide, r, y + n, c.w.n);
-    }
+  // Results pass through a small buffer: written ROWS at a time, rows that lie a multiple of 4 KiB apart would evict
+  // each other's half-filled lines from the cache.
+  float *wide = wide_rows.get(ROWS * c.w.k), *out = results.get(rows * COLUMNS);
+  for (int64_t n = n0; n < n1; n += COLUMNS) {
+    const int64_t end = std::min<int64_t>(n + COLUMNS, n1);
+    for (int64_t i = n; i < end; i += ROWS) run_rows<W>(c, rows, x, i, std::min(i + ROWS, end), wide, out + i - n, COLUMNS);
+    for (int64_t m = 0; m < rows; m++) std::memcpy(y + m * ldy + n, out + m * COLUMNS, (end - n) * sizeof(float));
   }
 }
 

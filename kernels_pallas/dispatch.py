@@ -64,11 +64,18 @@ class Choice:
         return f"{self.op} on {self.target}: {self.name} ({self.why}{refused})"
 
 
+_HOPPER = (("cuda",), (9,))
+
 TABLE: tuple[Implementation, ...] = (
     Implementation("kv_write", "xla", "kv_write:kv_write_xla"),
+    Implementation("paged_decode", "mosaic", "paged_decode_mosaic:paged_decode_mosaic", *_HOPPER, "paged_decode_mosaic:refusal"),
+    Implementation("paged_decode", "mosaic_mla", "mla_decode_mosaic:mla_decode_mosaic", *_HOPPER, "mla_decode_mosaic:refusal"),
     Implementation("paged_decode", "xla", "paged_decode:paged_decode_xla"),
+    Implementation("ragged_prefill", "mosaic", "ragged_prefill_mosaic:ragged_prefill_mosaic", *_HOPPER, "ragged_prefill_mosaic:refusal"),
     Implementation("ragged_prefill", "xla", "ragged_prefill:ragged_prefill_xla"),
+    Implementation("grouped_matmul", "mosaic", "grouped_matmul_mosaic:grouped_matmul_mosaic", *_HOPPER, "grouped_matmul_mosaic:refusal"),
     Implementation("grouped_matmul", "xla", "grouped_matmul:grouped_matmul_xla"),
+    Implementation("moe_experts", "mosaic", "grouped_matmul_mosaic:moe_experts_mosaic", *_HOPPER, "grouped_matmul_mosaic:experts_refusal"),
     Implementation("moe_experts", "xla", "grouped_matmul:moe_experts_xla"),
 )
 

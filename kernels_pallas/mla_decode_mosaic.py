@@ -43,7 +43,19 @@ def refusal(q, k_pool, v_pool, block_tables, kv_lens, *, q_per_seq=1, v_dim=None
 
 
 def mla_decode_mosaic(
-    q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_per_seq=1, v_dim=None, sliding_window=None, sinks=None, interpret=None, splits=None
+    q,
+    k_pool,
+    v_pool,
+    block_tables,
+    kv_lens,
+    *,
+    scale,
+    q_per_seq=1,
+    v_dim=None,
+    sliding_window=None,
+    sinks=None,
+    interpret=None,
+    splits=None,
 ):
     del v_pool
     s, p = block_tables.shape

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # rows of one wgmma
+ALIGN = 8  # rows of a tile of shared memory
 NEVER = -1e30  # a score no key can reach: exp2 of it is 0, and NEVER - NEVER is 0 rather than NaN
 
 
@@ -113,3 +114,21 @@ def store_rows(smem, first, out_at, start, count) -> None:
         done = done + lax.bitwise_and(count, size)
         size //= 2
     plgpu.wait_smem_to_gmem(0)
+
+
+def row_blocks(starts: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Cut packed rows, `starts[s] : starts[s + 1]` of group s, into blocks of one group -> (i32 `[items, 4]`, number of live items).
+
+    An item is (group, row base, first live row and end of live rows within the block). Bases are multiples of 8, which TMA into
+    tiled shared memory demands, so a group's first block may begin with up to 7 rows of its predecessor: they are computed and
+    not stored. Live items come first; the others have no live rows.
+    """
+    bases = starts[:-1] // ALIGN * ALIGN
+    blocks = pl.cdiv(starts[1:] - bases, block) * (starts[1:] > starts[:-1])
+    ends = jnp.cumsum(blocks)
+    item = jnp.arange((rows + (block + ALIGN - 2) * bases.size) // block, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), bases.size - 1).astype(jnp.int32)
+    base = bases[group] + (item - (ends[group] - blocks[group])) * block
+    low = jnp.clip(starts[group] - base, 0, block)
+    high = jnp.where(item < ends[-1], jnp.clip(starts[group + 1] - base, 0, block), low)
+    return jnp.stack([group, base, low, high], axis=1).astype(jnp.int32), ends[-1].astype(jnp.int32)

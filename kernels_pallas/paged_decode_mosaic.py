@@ -53,7 +53,19 @@ def split_count(blocks: int, tiles: int) -> int:
 
 
 def paged_decode_mosaic(
-    q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_per_seq=1, v_dim=None, sliding_window=None, sinks=None, interpret=None, splits=None
+    q,
+    k_pool,
+    v_pool,
+    block_tables,
+    kv_lens,
+    *,
+    scale,
+    q_per_seq=1,
+    v_dim=None,
+    sliding_window=None,
+    sinks=None,
+    interpret=None,
+    splits=None,
 ):
     del v_dim
     s, p = block_tables.shape

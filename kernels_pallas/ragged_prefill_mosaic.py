@@ -20,7 +20,6 @@ from .mosaic import ROWS
 from .paged_decode_mosaic import to_f16
 
 _BLOCK = 2 * ROWS
-_ALIGN = 8
 _STAGES = 2
 _CHUNK = 64
 
@@ -54,16 +53,19 @@ def ragged_prefill_mosaic(
     fp8 = k_pool.dtype == jnp.float8_e4m3fn
     tile = 128 if d <= 128 else 64
     items = work_items(kv_lens, q_starts, t)
+    rows = max(t, ROWS)  # a TMA box may not exceed the array
+    q = jnp.pad(q, ((0, rows - t), (0, 0), (0, 0)))
     tables = jnp.pad(block_tables, ((0, 0), (0, -p % (tile // bs))))
     operand = jnp.float16 if fp8 else jnp.bfloat16
     ring_swizzle = _CHUNK * k_pool.dtype.itemsize  # one chunk of columns
     body = functools.partial(
-        _body, scale2=scale * mg.LOG2E, tile=tile, group=h // kh, window=sliding_window, with_sinks=sinks is not None, interpret=bool(interpret)
+        _body, scale2=scale * mg.LOG2E, tile=tile, group=h // kh, window=sliding_window, with_sinks=sinks is not None,
+        interpret=bool(interpret),
     )  # fmt: skip
     wide = lambda width: mg.matrix_smem((tile, width), operand) if fp8 else None  # noqa: E731
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((t, h, dv), q.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, h, dv), q.dtype),
         scratch_types={
             "q_smem": mg.matrix_smem((2, ROWS, d), operand),
             "k_ring": mg.matrix_smem((_STAGES, tile, d), k_pool.dtype, ring_swizzle),
@@ -84,31 +86,20 @@ def ragged_prefill_mosaic(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(items, tables, kv_lens, jnp.zeros(h, jnp.float32) if sinks is None else sinks, to_f16(q) if fp8 else q, k_pool, v_pool)
-    return jnp.where((seq_ids < s)[:, None, None], out, 0)
+    return jnp.where((seq_ids < s)[:, None, None], out[:t], 0)
 
 
 def work_items(kv_lens: jax.Array, q_starts: jax.Array, rows: int) -> jax.Array:
-    """i32 [items, 5]: sequence, row base, first live row and end of live rows within the block, position of the block's row 0.
-
-    Bases are multiples of 8, which TMA into tiled shared memory demands, so a sequence's first block may begin with up to 7 rows
-    of its predecessor: they are computed and not stored. Blocks with nothing to do have first == end.
-    """
-    bases = q_starts[:-1] // _ALIGN * _ALIGN
-    blocks = pl.cdiv(q_starts[1:] - bases, _BLOCK) * (q_starts[1:] > q_starts[:-1])
-    ends = jnp.cumsum(blocks)
-    item = jnp.arange((rows + (_BLOCK + _ALIGN - 2) * kv_lens.size) // _BLOCK, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), kv_lens.size - 1).astype(jnp.int32)
-    base = bases[seq] + (item - (ends[seq] - blocks[seq])) * _BLOCK
-    low = jnp.clip(q_starts[seq] - base, 0, _BLOCK)
-    high = jnp.where(item < ends[-1], jnp.clip(q_starts[seq + 1] - base, 0, _BLOCK), low)
-    position = kv_lens[seq] - (q_starts[seq + 1] - base)
-    return jnp.stack([seq, base, low, high, position], axis=1).astype(jnp.int32)
+    """`row_blocks` of the sequences, with the position of each block's row 0 as a fifth column."""
+    items, _ = mg.row_blocks(q_starts, rows, _BLOCK)
+    seq, base = items[:, 0], items[:, 1]
+    return jnp.concatenate([items, (kv_lens[seq] - (q_starts[seq + 1] - base)).astype(jnp.int32)[:, None]], axis=1)
 
 
 def _body(items, tables, lens, sinks, q, k_pool, v_pool, out, *, scale2, tile, group, window, with_sinks, interpret, **scratch):
     head, item, wg = (lax.axis_index(name) for name in ("head", "item", "wg"))
     seq, base, low, high, position = (items[item, i] for i in range(5))
-    base = pl.multiple_of(base, _ALIGN)
+    base = pl.multiple_of(base, mg.ALIGN)
     kv_len = lens[seq]
     begin = 0 if window is None else lax.div(jnp.maximum(position + low - window + 1, 0), tile)
     end = pl.cdiv(jnp.maximum(position + high, 0), tile)
