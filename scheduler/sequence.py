@@ -226,6 +226,11 @@ class Sequence:
         return self.num_tokens - 1 if self._decoding else self._num_cached
 
     @property
+    def num_scheduled(self) -> int:
+        """Prompt tokens whose KV is computed or in flight."""
+        return self._num_scheduled
+
+    @property
     def num_in_flight(self) -> int:
         """Scheduled steps whose results have not been processed."""
         table = self._slot_table
