@@ -142,11 +142,7 @@ class EntryMixin:
             )
         if not self.states.has_room:
             raise ValueError(f"request {request_id!r}: no free state slot for a fork, {self.states.num_slots - 1} are held")
-        if self.states.enabled and (source.num_in_flight or cached != source.num_cached or source.state_id < 0):
-            raise ValueError(
-                f"request {request_id!r}: the state of {source.request_id!r} stands at token {source.num_cached} with "
-                f"{source.num_in_flight} steps in flight, a fork at token {cached} needs it exactly there"
-            )
+        self._check_state_is_here(source, fork, cached)
         self.register(fork)
         fork._enqueue_time = self.clock()
         self.blocks.pin(table)
@@ -158,7 +154,7 @@ class EntryMixin:
             # Copied by the next step already, not when the fork is admitted: the source's ring moves on meanwhile.
             fork.state_id = self.states.allocate()
             self._new_clone_states.append((source.state_id, fork.state_id))
-        self.order.arrived(fork, self.waiting)
+        self.order.arrived(fork)
         if complete:
             fork._decoding = True
             fork.status = SequenceStatus.PROMPTED
@@ -182,6 +178,17 @@ class EntryMixin:
         if (self.blocks.ref_counts[table] < 1).any():
             raise ValueError(
                 f"{name}: blocks {table[self.blocks.ref_counts[table] < 1].tolist()} are held by nobody: their content is not safe"
+            )
+
+    def _check_state_is_here(self, source: Sequence, fork: Sequence, cached: int) -> None:
+        """State, unlike KV, exists at one position only. An ended source may have moved on by a step scheduled ahead."""
+        if not self.states.enabled:
+            return
+        ran_ahead = source.is_finished and self.config.zos
+        if source.num_in_flight or cached != source.num_cached or source.state_id < 0 or ran_ahead:
+            raise ValueError(
+                f"request {fork.request_id!r}: the state of {source.request_id!r} ({source.status.name}) stands at token "
+                f"{source.num_cached} with {source.num_in_flight} steps in flight, a fork at token {cached} needs it exactly there"
             )
 
     def _share_known_prefix(self, source: Sequence, fork: Sequence, own_blocks: bool) -> None:

@@ -23,33 +23,34 @@ class WaitingOrder:
         self._priority = config.priority_scheduling
         self._max_wait = config.max_waiting_time
         self._served: dict[str, float] = {}
-        self._open: dict[str, int] = {}  # unfinished requests per user
+        self._open: dict[str, set[str | int]] = {}  # user -> unfinished requests that came through `waiting`
 
     @property
     def enabled(self) -> bool:
         return self._fair or self._priority or self._max_wait is not None
 
-    def arrived(self, seq: Sequence, waiting: deque[Sequence]) -> None:
+    def arrived(self, seq: Sequence) -> None:
         if not self._fair:
             return
-        if not self._open.get(seq.user_id):
-            floor = min((self._served[user] for user, count in self._open.items() if count), default=0.0)
+        if seq.user_id not in self._open:
+            floor = min((self._served[user] for user in self._open), default=0.0)
             self._served[seq.user_id] = max(self._served.get(seq.user_id, 0.0), floor)
-        self._open[seq.user_id] = self._open.get(seq.user_id, 0) + 1
+        self._open.setdefault(seq.user_id, set()).add(seq.request_id)
 
     def charge(self, seq: Sequence, num_tokens: int) -> None:
         if self._fair:
             self._served[seq.user_id] = self._served.get(seq.user_id, 0.0) + num_tokens
 
     def ended(self, seq: Sequence) -> None:
-        if self._fair and seq.user_id in self._open:
-            self.charge(seq, seq.num_output_tokens)
-            self._open[seq.user_id] -= 1
-            if not any(self._open.values()):  # nobody is waiting or running: nothing left to be fair about
-                self._open.clear()
-                self._served.clear()
-            elif self._open[seq.user_id] <= 0:
-                del self._open[seq.user_id]
+        requests = self._open.get(seq.user_id)
+        if requests is None or seq.request_id not in requests:
+            return
+        self.charge(seq, seq.num_output_tokens)
+        requests.remove(seq.request_id)
+        if not requests:
+            del self._open[seq.user_id]
+        if not self._open:  # nobody is left to be fair to; also keeps the table from growing with every user ever seen
+            self._served.clear()
 
     def sort(self, waiting: deque[Sequence], now: float) -> None:
         if not self.enabled or len(waiting) < 2:

@@ -105,7 +105,7 @@ class Scheduler(entry.EntryMixin):
         seq._enqueue_time = self.clock()
         if enqueue:
             self.waiting.append(seq)
-            self.order.arrived(seq, self.waiting)
+            self.order.arrived(seq)
 
     def register(self, seq: Sequence) -> None:
         if seq.request_id in self._seqs:

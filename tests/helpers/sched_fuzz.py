@@ -93,8 +93,8 @@ class PromptDriver(Driver):
     """A PROMPT group that hands over to a COMPLETION group, with random delays, refusals and failures."""
 
     def __init__(self, config, ranks, ce: Driver, rng: random.Random, clock) -> None:
-        super().__init__(config, ranks, clock, check_every=8)
-        self.ce, self.rng = ce, rng
+        super().__init__(config, ranks, clock, check_every=8, rng=rng)
+        self.ce = ce
         self.arguments: dict[str, dict] = {}
         self.sending: list[tuple] = []
 
@@ -169,11 +169,11 @@ class Episode:
             if pe.num_state_slots:
                 shared["num_state_slots"] = ce.max_num_seqs + 1
                 ce = random_config(rng, EngineType.COMPLETION, **shared, enable_prefix_caching=False, nextn=0, max_num_seqs=ce.max_num_seqs)
-            self.decode = Driver(ce, rng.choice([1, 2]), lambda: self.now, check_every=8)
+            self.decode = Driver(ce, rng.choice([1, 2]), lambda: self.now, check_every=8, rng=rng)
             self.entry: Driver = PromptDriver(pe, ranks, self.decode, rng, lambda: self.now)
             self.drivers = [self.entry, self.decode]
         else:
-            self.entry = self.decode = Driver(random_config(rng, EngineType.NORMAL), ranks, lambda: self.now, check_every=8)
+            self.entry = self.decode = Driver(random_config(rng, EngineType.NORMAL), ranks, lambda: self.now, check_every=8, rng=rng)
             self.drivers = [self.entry]
         self.blocked: list[Sequence] = []
         self.count = 0
@@ -249,18 +249,21 @@ class Episode:
             self.blocked.append(seq)
         self.work.add(self.entry.config, seq)
 
-    def _any_sequence(self) -> tuple | None:
-        held = [(d, s, seq) for d in self.drivers for s in d.schedulers for seq in s.sequences]
+    def _any_sequence(self, computed: bool = False) -> tuple | None:
+        held = [(d, s, seq) for d in self.drivers for s in d.schedulers for seq in s.sequences if seq.num_cached or not computed]
         return self.rng.choice(held) if held else None
 
     def abort(self) -> None:
         found = self._any_sequence()
         assert not self.entry.schedulers[0].abort("nobody")
         if found is not None:
-            _, s, seq = found
+            driver, s, seq = found
             was = seq.is_finished
             assert s.abort(seq.request_id) == (not was)
             assert not s.abort(seq.request_id)
+            if not was and not self.split and self.rng.random() < 0.4:  # freed at once, with steps in flight
+                driver._end(seq)
+                assert s.free_seq(seq) and not s.free_seq(seq)
 
     def fail_one(self) -> None:
         found = self._any_sequence()
@@ -268,7 +271,7 @@ class Episode:
             found[1].finish(found[2], SequenceStatus.FINISHED_ERROR, "ve_error")
 
     def fork(self) -> None:
-        found = self._any_sequence()
+        found = self._any_sequence(computed=True)
         if found is None or self.split:
             return
         driver, s, source = found

@@ -273,6 +273,18 @@ def test_zos_sequence_preempted_in_flight_skips_that_result():
     s.check_integrity()
 
 
+def test_zos_prefill_preempted_in_flight_is_dropped_as_a_whole():
+    s = running([6, 2], num_blocks=5, stop_preempted_request=False, zos=True)
+    s.preempt(s.get(0), s.empty_prefill())
+    recomputed = s.schedule_prefill()  # 9 tokens again, in 3 blocks
+    assert [item.seq.request_id for item in recomputed.prefill] == [0] and s.blocks.num_free == 1
+    s.blocks.allocate(1)
+    out = s.schedule_decode()  # 1 needs a block, 0 has the longer output
+    assert out.preempted == [s.get(0)]
+    assert commit(s, recomputed).num_accepted.tolist() == [0]
+    assert s.get(0).num_output_tokens == 6 and s.get(0).num_cached == 0 and s.get(0).num_in_flight == 0
+
+
 def test_zos_never_preempts_itself_while_its_token_is_in_flight():
     s = running([1], num_blocks=1, stop_preempted_request=False, zos=True)  # 4 tokens, KV 3
     first = s.schedule_decode()

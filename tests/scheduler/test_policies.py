@@ -89,3 +89,16 @@ def test_reservation_never_blocks_the_only_request():
     d.schedulers[0].add_request(make_seq("a", 6, max_tokens=50))
     d.run()
     assert d.ended[0].finish_reason == "insufficient_system_resource"  # it ran until the pool was full
+
+
+def test_fairness_keeps_books_only_of_the_living():
+    d = Driver(small_config(fair_users=True))
+    s = d.schedulers[0]
+    for i in range(6):
+        s.add_request(make_seq(i, user_id=f"user{i % 3}"))
+    handed_over = make_seq("h", user_id="user0")
+    s.reserve(handed_over, 6)
+    s.cancel_reservation(handed_over)
+    assert {user: len(requests) for user, requests in s.order._open.items()} == {"user0": 2, "user1": 2, "user2": 2}
+    d.run()
+    assert not s.order._open and not s.order._served
