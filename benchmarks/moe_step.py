@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.layers.dispatch import RAGGED_FLAG, MoeOptions
-from deepinfer_jax.models.layers.experts import apply_experts
+from deepinfer_jax.models.layers.experts import apply_experts, pairs_per_pass
 from deepinfer_jax.models.layers.moe import expert_parallel
 
 COLLECTIVE = re.compile(r"= (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter)(-start)?\(")
@@ -82,7 +82,7 @@ def build(case: Case, mesh: Mesh, options: MoeOptions, dtype: jnp.dtype):
 
     def step(x, ids, weights, gate_up, down):
         def compute(rows, i, w):
-            return apply_experts(rows, i, w, gate_up, down)
+            return apply_experts(rows, i, w, gate_up, down, per_pass=pairs_per_pass(*i.shape, case.ranks))
 
         per_rank = case.experts // case.ranks
         return expert_parallel(x, ids, weights, compute, axes=axes, per_rank=per_rank, options=options, meanwhile=lambda: x)[0]

@@ -36,28 +36,40 @@ class Experts(nnx.Module):
             raise ValueError(f"{num_physical} physical experts do not divide over ep={axes.ep}")
         if intermediate % axes.tp:
             raise ValueError(f"moe intermediate size {intermediate} is not divisible by tp={axes.tp}")
-        self.quant, self.rows_per_pass = quant, rows_per_pass
+        self.quant, self.ep, self.rows_per_pass = quant, axes.ep, rows_per_pass
         make_kernel(self, "gate_up", (num_physical, 2 * intermediate, hidden), ("expert", "tp", None), dtype, quant)
         make_kernel(self, "down", (num_physical, hidden, intermediate), ("expert", None, "tp"), dtype, quant)
 
     def __call__(self, rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """rows [R, D], ids i32 [R, k] local slots (-1: none), weights f32 [R, k] -> sum of weight * expert(row), f32 [R, D]."""
         scales = (self.gate_up_scale[...], self.down_scale[...]) if self.quant else None
-        return apply_experts(rows, ids, weights, self.gate_up[...], self.down[...], scales, self.rows_per_pass)
+        per_pass = min(self.rows_per_pass, pairs_per_pass(*ids.shape, self.ep))
+        return apply_experts(rows, ids, weights, self.gate_up[...], self.down[...], scales, per_pass)
 
 
-def apply_experts(rows, ids, weights, gate_up, down, scales=None, rows_per_pass: int = 32768) -> jax.Array:
-    """Sorts (row, expert) pairs by expert, runs the grouped matmul on them and adds the results up per row. See `Experts.__call__`."""
+def pairs_per_pass(rows: int, k: int, ep: int) -> int:
+    """Pairs computed at once: all there are on a single rank; else a quarter more than a rank gets of them when routing is even.
+
+    Received rows name experts of all ranks, so of rows * k pairs about one in ep is live: buffers for all would be ep times too large.
+    """
+    return rows * k if ep == 1 else max(256, -(-5 * rows * k // (4 * ep)))
+
+
+def apply_experts(rows, ids, weights, gate_up, down, scales=None, per_pass: int = 32768) -> jax.Array:
+    """Sorts (row, expert) pairs by expert, runs the grouped matmul on them and adds the results up per row. See `Experts.__call__`.
+
+    per_pass: pairs computed at once; when more are live, further passes follow. A row's experts must be distinct.
+    """
     num_experts, (r, k) = gate_up.shape[0], ids.shape
     key = jnp.where(ids >= 0, ids, num_experts).reshape(-1)
     sizes = jnp.zeros(num_experts, jnp.int32).at[key].add(1, mode="drop")
-    pairs = r * min(k, num_experts)  # a row's experts are distinct, so no more than this many pairs are live
+    pairs = r * min(k, num_experts)  # as a row's experts are distinct, no more than this many are live
     order = jnp.argsort(key, stable=True)[:pairs].astype(jnp.int32)
     weights = jnp.where(ids >= 0, weights, 0.0)
-    if pairs <= rows_per_pass:
+    if pairs <= per_pass:
         out = moe_experts(rows[order // k], gate_up, down, sizes, scales=scales)
         return _sum_per_row(out, order, weights)
-    return _in_passes(rows, order, sizes, weights, lambda x, n: moe_experts(x, gate_up, down, n, scales=scales), rows_per_pass)
+    return _in_passes(rows, order, sizes, weights, lambda x, n: moe_experts(x, gate_up, down, n, scales=scales), per_pass)
 
 
 def _sum_per_row(out: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
@@ -69,15 +81,17 @@ def _sum_per_row(out: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Ar
 
 def _in_passes(rows, order, sizes, weights, experts, per_pass: int) -> jax.Array:
     """As many passes of `per_pass` sorted pairs as there are live pairs: memory is bounded, work follows the load."""
-    k, ends = weights.shape[1], jnp.cumsum(sizes)
-    padded = jnp.pad(order, (0, per_pass))
+    (r, k), ends = weights.shape, jnp.cumsum(sizes)
+    padded, slot = jnp.pad(order, (0, per_pass)), jnp.arange(per_pass, dtype=jnp.int32)
 
     def one(i, total):
         low = i * per_pass
         pair = jax.lax.dynamic_slice_in_dim(padded, low, per_pass)
         live = jnp.clip(ends, low, low + per_pass) - jnp.clip(ends - sizes, low, low + per_pass)
-        out = experts(rows[pair // k], live).astype(jnp.float32)
-        weight = jnp.where(low + jnp.arange(per_pass) < ends[-1], weights.reshape(-1)[pair], 0.0)
-        return total.at[pair // k].add(out * weight[:, None])
+        out = experts(rows[pair // k], live).astype(jnp.float32) * weights.reshape(-1)[pair, None]
+        for j in range(k):  # a row occurs once per choice: no two updates meet, so the sum's order is fixed on every backend
+            mine = (pair % k == j) & (low + slot < ends[-1])
+            total = total.at[jnp.where(mine, pair // k, r + slot)].add(out, mode="drop", unique_indices=True)
+        return total
 
     return jax.lax.fori_loop(0, -(-ends[-1] // per_pass), one, jnp.zeros(rows.shape, jnp.float32))
