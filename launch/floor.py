@@ -151,6 +151,4 @@ def step_floor(m: ModelCosts, gpu: Gpu, *, tokens: int, context: float, sequence
 
 def caches_per_token(caches: tuple[CacheSpec, ...]) -> dict[str, int]:
     """Bytes per token of each paged cache on a device without tp."""
-    return {
-        c.name: c.layers * math.prod(c.entry_shape) * np.dtype(c.dtype).itemsize for c in caches if isinstance(c, PagedCache)
-    }
+    return {c.name: c.layers * math.prod(c.entry_shape) * np.dtype(c.dtype).itemsize for c in caches if isinstance(c, PagedCache)}

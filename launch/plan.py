@@ -30,7 +30,9 @@ from deepinfer_jax.parallel import make_mesh
 from deepinfer_jax.programs import StepPrograms
 
 MAX_DEVICES = 1024
-PLUGIN_HINT = "install jax-cuda13-plugin in the version of jax, with ptxas and libdevice (a CUDA 13 toolkit, or nvidia-cuda-nvcc and nvidia-nvvm)"
+PLUGIN_HINT = (
+    "install jax-cuda13-plugin in the version of jax, with ptxas and libdevice (a CUDA 13 toolkit, or nvidia-cuda-nvcc and nvidia-nvvm)"
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def advice(args: EngineArgs, gpu: Gpu) -> str:
     if found is None:
         return f"It does not fit any number of them up to {MAX_DEVICES}: quantize (--quantization fp8, int8 or int4)"
     count, layout = found
-    return f"It fits from {count} of them ({layout}); a quantization needs fewer"
+    hint = "" if args.quantization else "; a quantization needs fewer"
+    return f"It fits from {count} of them ({layout}){hint}"
 
 
 def smallest_fit(args: EngineArgs, gpu: Gpu) -> tuple[int, str] | None:
@@ -210,7 +213,20 @@ def bucket_floors(config: EngineConfig, m: ModelCosts, gpu: Gpu, context: float)
 
 _COLLECTIVE = re.compile(r"= (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(-start)?\(")
 _SHAPE = re.compile(r"\b([a-z]+\d+\w*)\[([\d,]*)\]")
-_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+_ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "f64": 8,
+}
 
 
 def collectives(hlo: str) -> dict[str, dict[str, int]]:

@@ -35,6 +35,7 @@ COMMANDS = (
     Command("chat", "deepinfer_jax.cli.chat", "talk to a chat model in the terminal"),
     Command("info", "deepinfer_jax.cli.info", "show devices, versions, and a model's sizes"),
     Command("simulate", "deepinfer_jax.cli.simulate", "run a trace of arrivals through deployments, without a device"),
+    Command("plan", "deepinfer_jax.launch.plan_command", "say what a deployment needs, before owning a GPU"),
 )
 
 
