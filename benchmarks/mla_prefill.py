@@ -3,7 +3,7 @@
     python benchmarks/mla_prefill.py [--heads 16] [--repeats 5]
 
 Every row is one step of `rows` tokens per sequence, the last ones of `keys`. `rule` is what "auto" picks (MLAConfig.expands).
-Decision: docs/decisions/010-mla-prefill.md.
+Decision: docs/decisions/030-mla-prefill.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.models import registry
-from deepinfer_jax.models.layers.dispatch import RAGGED_FLAG, MoeOptions
+from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.loading import LoadedModel, load_hf_config, load_model
 from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
@@ -58,9 +58,8 @@ class ModelSource:
 
 
 def _moe_options(args: EngineArgs) -> MoeOptions:
-    dispatch = args.moe_dispatch
-    if dispatch == "auto":  # ragged exchanges exist on GPUs only, and only right with the flag
-        dispatch = "ragged" if jax.default_backend() == "gpu" and RAGGED_FLAG in os.environ.get("XLA_FLAGS", "").split() else "padded"
+    # "auto" is padded everywhere: with the flag that ragged needs, XLA sends more bytes than padded does (docs/decisions/031-moe-dispatch.md)
+    dispatch = "padded" if args.moe_dispatch == "auto" else args.moe_dispatch
     options = MoeOptions(dispatch=dispatch, extra_experts=args.num_redundant_experts)
     options.check_backend()
     return options

@@ -6,7 +6,9 @@ sends one row back. No token is ever dropped. Two ways behind the same pair of f
 * "padded": `lax.all_to_all` of a fixed number of rows per peer (the cap). With the default cap, all the rank's rows, one exchange is
   always enough. A smaller cap moves fewer padding bytes and repeats the exchange only when some peer's queue was longer.
 * "ragged": `lax.ragged_all_to_all`, which moves exactly the rows there are. GPU only, and only with the XLA flag RAGGED_FLAG: without
-  the decomposer XLA's own ragged-all-to-all corrupts values on GPUs.
+  the decomposer XLA's own ragged-all-to-all corrupts values on GPUs. With it, XLA (jax 0.12) lowers the operation to a padded exchange
+  of the whole send buffer per peer, more than "padded" moves: it is here for the day the native operation is right.
+  Numbers: docs/decisions/031-moe-dispatch.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A token's cache entry is its normalised latent c (kv_lora_rank) and one rotated 
 
 They are equal. Absorbed reads the cache as it is, with 2 rank + rope multiplications per head, query and key; expanded needs
 nope + rope + v. Going to and from latent space costs absorbed rank * (nope + v) per head and query; expanded pays the same per key. So
-decode is absorbed, and prefill is expanded when the step brings enough rows to pay for the keys (docs/decisions/010-mla-prefill.md).
+decode is absorbed, and prefill is expanded when the step brings enough rows to pay for the keys (docs/decisions/030-mla-prefill.md).
 """
 
 from __future__ import annotations
