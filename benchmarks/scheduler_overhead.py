@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler_overhead.py [--out DIR] [--drafts N]
 
-Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and writes scheduler_overhead.png.
+Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and writes DIR/scheduler_overhead.png (default: out/).
 CPU time of the scheduling thread, per step, so that other load on the machine does not count; steps in which sequences take
 new blocks are part of the run.
 """
@@ -103,7 +103,7 @@ def plot(path: Path, rows: list[tuple[int, float, float]], prefill: float) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--zos", action="store_true", help="schedule a step ahead of the results")
