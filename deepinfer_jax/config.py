@@ -101,6 +101,10 @@ class EngineArgs:
     """Serve Prometheus metrics on this port (0: any free one); by default none."""
     metrics_host: str = "127.0.0.1"
     """The address the metrics are served on."""
+    prefill_attempt_interval: int | None = None
+    """NORMAL: decode steps between two votes to prefill if all ranks want to; None: DEEPINFER_PREFILL_ATTEMPT_INTERVAL (70)."""
+    prefill_any_attempt_interval: int | None = None
+    """NORMAL: the same if any rank wants to; None: DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL (100)."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     """Further fields of SchedulerConfig."""
 
@@ -218,6 +222,9 @@ class EngineConfig:
             context_parallel_size=self.context_parallel_size,
             num_state_slots=num_state_slots,
             enable_prefix_caching=a.enable_prefix_caching,
+            prefill_attempt_interval=_or_environment(a.prefill_attempt_interval, "PREFILL_ATTEMPT_INTERVAL"),
+            prefill_any_attempt_interval=_or_environment(a.prefill_any_attempt_interval, "PREFILL_ANY_ATTEMPT_INTERVAL"),
+            prefill_max_sum_seqlen_k=environ.get("PREFILL_MAX_SUM_SEQLEN_K"),
             **a.scheduler_options,
         )
 
@@ -228,6 +235,10 @@ class EngineConfig:
 def _axes(args: EngineArgs) -> ParallelAxes:
     dp = args.data_parallel_size or max(1, args.expert_parallel_size // args.context_parallel_size)
     return ParallelAxes(dp=dp, ep=args.expert_parallel_size, tp=args.tensor_parallel_size)
+
+
+def _or_environment(value: int | None, name: str) -> int:
+    return environ.get(name) if value is None else value
 
 
 def _dtype(name: str, value: str) -> Any:
