@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -22,27 +21,25 @@ from deepinfer_jax.admission import PromptInput, check_request, tokenize_prompt
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.pd_config import DisaggregationConfig, assign_devices, role_args
+from deepinfer_jax.pd_coordinator import Coordinator
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
-from deepinfer_jax.pd_requests import Part, SplitRequest
+from deepinfer_jax.pd_requests import SplitRequest
 from deepinfer_jax.pd_worker import EngineWorker
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.router import Capacity, Router, Verdict, split_attempt
+from deepinfer_jax.scheduler.router import Capacity, Router, RouterConfig
 
 LOOK_AGAIN = 0.2
 """Seconds between looks at stalled engines while the caller waits for outputs."""
 
 
-class DisaggregatedEngine:
+class DisaggregatedEngine(Coordinator):
     """An engine made of engines. Thread-safe; outputs are collected by whoever calls step()."""
 
     def __init__(self, fields: Mapping[str, Any], config: DisaggregationConfig, devices: Seq[Any] | None = None) -> None:
         """fields: EngineArgs fields both roles share. Raises ValueError for an impossible layout, LayoutMismatch."""
         self.pd = config
-        self._lock = threading.RLock()
-        self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._requests: dict[str, SplitRequest] = {}
-        self._parts: dict[str, Part] = {}
+        super().__init__()
         self._counter = itertools.count()
         self.workers: dict[str, EngineWorker] = {}
         args = {EngineType.PROMPT: role_args(fields, config, EngineType.PROMPT)}
@@ -53,7 +50,7 @@ class DisaggregatedEngine:
         self.model_config, self.eos_token_ids = first.model_config, first.eos_token_ids
         self._seeds = np.random.default_rng(self.args.seed)
         capacity = {e.name: _capacity(e) for e in self.completion_engines}
-        self.router = Router([e.name for e in self.prompt_engines], capacity, config.router)
+        self.router = Router([e.name for e in self.prompt_engines], capacity, config.router or self._router_config())
         for worker in self.workers.values():
             worker.start()
 
@@ -75,6 +72,11 @@ class DisaggregatedEngine:
                 a.on_arrival, b.on_arrival = self.workers[source.name].wake, self.workers[target.name].wake
                 self._links[source.name, target.name] = (a, b)
 
+    def _router_config(self) -> RouterConfig:
+        # Prompts beyond a few steps wait in the router: placed late, and not prefilled while no completion engine has room.
+        step = self.config.max_num_batched_tokens * len(self.prompt_engines[0].schedulers)
+        return RouterConfig(max_queued_tokens=4 * step, affinity_block=self.config.block_size if self.args.enable_prefix_caching else 0)
+
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add_request(
@@ -86,42 +88,17 @@ class DisaggregatedEngine:
             params = params or SamplingParams()
             check_request(self, request_id, params)
             text, ids = tokenize_prompt(self, request_id, prompt)
-            self._check_alive(request_id)
             arrival = time.time() if arrival_time is None else arrival_time
             request = SplitRequest.make(request_id, text, ids, params, self.draw_seed, arrival)
-            limit = self.config.max_model_len
-            for part in request.parts:
-                want = limit if part.params.max_tokens is None else part.params.max_tokens
-                self.router.add(part.id, ids, max(1, min(want, limit - len(ids))))
-            self._requests[request_id] = request
-            self._parts |= {part.id: part for part in request.parts}
-            self._dispatch()
+            limit = self.prompt_engines[0].schedulers[0].config.prompt_limit
+            if len(ids) > limit:
+                self.refuse(request, "prompt_length_exceeded")
+            else:
+                self.submit(request, self.config.max_model_len)
             return request
 
     def draw_seed(self) -> int:
         return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
-        """Ends requests with finish_reason "abort" (and what has been reported of them); returns the ids that were alive."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with self._lock:
-            alive = [i for i in ids if i in self._requests]
-            for request_id in alive:
-                for part in self._requests[request_id].unfinished():
-                    self._tell(self.router.cancel(part.id), "aborted")
-                    self._finish_part(part, part.ended("abort", None))
-            self._dispatch()
-            return alive
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._requests) or not self._outputs.empty()
-
-    def is_active(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    @property
-    def num_unfinished_requests(self) -> int:
-        return len(self._requests)
 
     def step(self) -> list[RequestOutput]:
         """Waits for outputs and returns all there are; [] when a while has passed without any."""
@@ -138,134 +115,16 @@ class DisaggregatedEngine:
             outputs.append(self._outputs.get())
         return outputs
 
-    # ---- what the prompt engines ask and tell (their threads) -------------------------------------------------------
-
-    def choose_target(self, key: str, exclude: set[str]) -> str | None:
-        with self._lock:
-            part = self._current(key)
-            return None if part is None or part.answering is not None else self.router.place(key, exclude)
-
-    def unchoose_target(self, key: str, target: str) -> None:
-        with self._lock:
-            self.router.unplace(key)
-            self._wake_prompt_engines()
-
-    def prefill_progress(self, key: str, tokens: int, seconds: float) -> None:
-        with self._lock:
-            self.router.prefill_progress(key, tokens, seconds)
-
-    def prefilled(self, key: str) -> None:
-        with self._lock:
-            self.router.prefilled(key)
-
-    def handed_over(self, key: str, target: str) -> None:
-        with self._lock:
-            self.router.delivered(key)
-            self._dispatch()
-
-    def hand_over_failed(self, key: str, reason: str, retry: bool) -> None:
-        with self._lock:
-            verdict = self.router.fail(key, reason, retry)
-            if verdict is not None:
-                self._settle(verdict)
-            self._dispatch()
-
-    # ---- what workers report (their threads) -------------------------------------------------------------------------
-
-    def _on_output(self, worker: EngineWorker, output: RequestOutput) -> None:
-        with self._lock:
-            attempt = output.request_id.partition("/")[0] if worker.engine.policy.does_decode else output.request_id
-            part = self._current(attempt)
-            if part is None or worker.failed is not None or not part.accepts(worker.name, output.request_id):
-                return  # a late or abandoned attempt
-            if output.finished:
-                if self.router.finish(attempt) is None:
-                    return
-                self._finish_part(part, output)
-                self._dispatch()
-                self._wake_prompt_engines()  # room for another hand-over
-            else:
-                self.router.no_retry(attempt)
-                self._emit(part, output)
-
-    def _on_crash(self, worker: EngineWorker, reason: str) -> None:
-        with self._lock:
-            worker.failed = reason
-            for pair, (a, b) in self._links.items():
-                if worker.name in pair:
-                    (a if pair[0] == worker.name else b).close(reason)
-            for verdict in self.router.engine_failed(worker.name, reason):
-                self._settle(verdict)
-            prompt, completion = self.router.alive()
-            if not prompt or not completion:
-                for job in list(self.router.queue):
-                    self._settle(Verdict(job.request_id, job.attempt_id, reason, False))
-                    self.router.cancel(job.request_id)
-            self._dispatch()
+    def close_links(self, name: str, reason: str) -> None:
+        for pair, (a, b) in self._links.items():
+            if name in pair:
+                (a if pair[0] == name else b).close(reason)
 
     def _check_stalls(self) -> None:
         limit = self.pd.stall_timeout
         for worker in self.workers.values():
             if limit is not None and worker.failed is None and worker.stuck_for() > limit:
                 self._on_crash(worker, f"{worker.name}: no progress for {limit} s")
-
-    # ---- plumbing ------------------------------------------------------------------------------------------------------
-
-    def _current(self, attempt_id: str) -> Part | None:
-        part_id, attempt = split_attempt(attempt_id)
-        job = self.router.jobs.get(part_id)
-        return self._parts.get(part_id) if job is not None and job.attempt == attempt else None
-
-    def _dispatch(self) -> None:
-        for assignment in self.router.dispatch():
-            part = self._parts[assignment.request_id]
-            part.answering = None
-            engine = self.workers[assignment.prompt_engine].engine
-            self.workers[assignment.prompt_engine].post(lambda e=engine, p=part, key=assignment.attempt_id: self._start(e, p, key))
-
-    def _start(self, engine: PromptEngine, part: Part, key: str) -> None:
-        with self._lock:
-            if self._current(key) is None:
-                return
-        engine.add_request(key, {"prompt_token_ids": part.prompt_token_ids}, part.params, arrival_time=part.arrival_time)
-        engine.set_seed(key, part.seed)
-
-    def _settle(self, verdict: Verdict) -> None:
-        self._tell([(name, verdict.attempt_id) for name in verdict.told], verdict.reason)
-        part = self._parts.get(verdict.request_id)
-        if not verdict.retry and part is not None:
-            self._finish_part(part, part.ended("error", verdict.reason))
-
-    def _tell(self, told: list[tuple[str, str]], reason: str) -> None:
-        for name, attempt in told:
-            worker = self.workers[name]
-            if worker.failed is not None:
-                continue
-            if isinstance(worker.engine, PromptEngine):
-                worker.post(lambda e=worker.engine, a=attempt: e.abort_request(a))
-            else:
-                worker.post(lambda e=worker.engine, a=attempt: e.drop_attempt(a, reason))
-
-    def _finish_part(self, part: Part, output: RequestOutput) -> None:
-        self._parts.pop(part.id, None)
-        self._emit(part, output)
-        if part.request.finished:
-            self._requests.pop(part.request.request_id, None)
-
-    def _emit(self, part: Part, output: RequestOutput) -> None:
-        merged = part.request.merge(part, output)
-        if merged is not None:
-            self._outputs.put(merged)
-
-    def _wake_prompt_engines(self) -> None:
-        for engine in self.prompt_engines:
-            self.workers[engine.name].wake()
-
-    def _check_alive(self, request_id: str) -> None:
-        prompt, completion = self.router.alive()
-        if not prompt or not completion:
-            reasons = "; ".join(w.failed for w in self.workers.values() if w.failed is not None)
-            raise RuntimeError(f"request {request_id!r}: no {'completion' if prompt else 'prompt'} engine is left: {reasons}")
 
     # ---- the rest ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,24 @@ class Refused(Exception):
     def __init__(self, reason: str, retry: bool) -> None:
         super().__init__(reason)
         self.reason, self.retry = reason, retry
+
+
+class Tombstones:
+    """How the newest ended hand-overs ended, so that late and duplicate messages are recognised."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._limit = limit
+        self._ended: OrderedDict[str, str] = OrderedDict()
+
+    def add(self, handoff_id: str, how: str) -> None:
+        self._ended[handoff_id] = how
+        self._ended.move_to_end(handoff_id)
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
+
+    def get(self, handoff_id: str) -> str | None:
+        """ "acked", the reason of a failure, or None."""
+        return self._ended.get(handoff_id)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deepinfer_jax.handoff import Handoff, HandoffConfig, HandoffState, Link, Message, PeerLost
+from deepinfer_jax.handoff import Handoff, HandoffConfig, HandoffState, Link, Message, PeerLost, Tombstones
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ class Sender:
         self.port, self.name, self.config, self.clock = port, name, config or HandoffConfig(), clock
         self.links: dict[str, Link] = {}
         self.outgoing: dict[str, Outgoing] = {}
+        self._ended = Tombstones()
         self.counters: Counter[str] = Counter()
+        self.lost = "no completion engine was ever connected"  # why the last link went
         self.seconds: list[float] = []  # reserve to acknowledgement, newest last
 
     def connect(self, link: Link) -> None:
@@ -127,12 +129,13 @@ class Sender:
     def peer_lost(self, name: str, reason: str) -> None:
         """A completion engine is gone: its hand-overs go elsewhere."""
         self.links.pop(name, None)
+        self.lost = reason if name in reason else f"{name}: {reason}"
         for out in [o for o in self.outgoing.values() if o.target == name]:
-            self._failed(out, f"{name}: {reason}", True)
+            self._failed(out, self.lost, True)
 
     def _ask(self, out: Outgoing, now: float) -> None:
         if not self.links:
-            self._give_up(out, "no completion engine is connected", False)
+            self._give_up(out, f"no completion engine is left: {self.lost}", False)
             return
         target = self.port.choose_target(out.key, out.excluded)
         if target is None:  # back-pressure: everybody may be asked again
@@ -193,7 +196,8 @@ class Sender:
         out = self.outgoing.get(key)
         if out is None or out.handoff_id != message.handoff_id or out.target != name:
             self.counters["late"] += 1
-            if message.kind == "granted" and name in self.links:  # room nobody will use
+            taken = self._ended.get(message.handoff_id) == "acked"
+            if message.kind == "granted" and not taken and name in self.links:  # room nobody will use
                 self.links[name].send(Message("cancel", message.handoff_id, {"reason": "no longer needed"}))
             return
         now = self.clock()
@@ -206,6 +210,7 @@ class Sender:
             case "ack" if out.handoff is not None and out.handoff.state is HandoffState.DELIVERED:
                 out.handoff.complete(HandoffState.ACKED, now)
                 del self.outgoing[key]
+                self._ended.add(message.handoff_id, "acked")
                 self.counters["acked"] += 1
                 self.seconds.append(now - out.handoff.times[HandoffState.RESERVED])
                 del self.seconds[:-4096]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deepinfer_jax.handoff import Handoff, HandoffConfig, HandoffState, Link, Message, PeerLost, Refused
-
-TOMBSTONES = 65536
-"""Ended hand-overs remembered per engine, so that late and duplicate messages are recognised."""
+from deepinfer_jax.handoff import Handoff, HandoffConfig, HandoffState, Link, Message, PeerLost, Refused, Tombstones
 
 
 class TargetPort(Protocol):
@@ -62,7 +59,7 @@ class Receiver:
         self.links: dict[str, Link] = {}
         self.incoming: dict[str, Incoming] = {}
         self._arriving: list[Message] = []  # "pages" whose bytes are still on their way
-        self._ended: OrderedDict[str, str] = OrderedDict()  # handoff id -> "acked" or the reason of its failure
+        self._ended = Tombstones()
         self.counters: Counter[str] = Counter()
 
     def connect(self, link: Link) -> None:
@@ -100,7 +97,7 @@ class Receiver:
         """A prompt engine is gone: what it has not delivered is freed; what it has, decodes on."""
         self.links.pop(name, None)
         for handoff_id in [i for i, x in self.incoming.items() if x.handoff.source == name]:
-            self._fail(handoff_id, f"{name}: {reason}", retry=True)
+            self._fail(handoff_id, reason if name in reason else f"{name}: {reason}", retry=True)
 
     def drop(self, handoff_id: str, reason: str) -> bool:
         """The caller has cancelled the request: frees a reservation and tells the source. False if there is none."""
@@ -137,7 +134,7 @@ class Receiver:
         if handoff_id in self.incoming:  # asked twice: answered twice
             self._reply(name, "granted", handoff_id, rank=self.incoming[handoff_id].rank)
             return
-        if handoff_id in self._ended:
+        if self._ended.get(handoff_id) is not None:
             self._answer_late(name, handoff_id)
             return
         try:
@@ -187,7 +184,7 @@ class Receiver:
         if self.port.enqueue(handoff_id, incoming.state):
             incoming.handoff.complete(HandoffState.ACKED, now)
             del self.incoming[handoff_id]
-            self._remember(handoff_id, "acked")
+            self._ended.add(handoff_id, "acked")
             self.counters["acked"] += 1
             self._reply(incoming.handoff.source, "ack", handoff_id)
         else:
@@ -199,7 +196,7 @@ class Receiver:
             self.incoming.pop(handoff_id).handoff.complete(HandoffState.FAILED, self.clock(), reason)
         elif self._ended.get(handoff_id) == "acked":
             self.port.abort(handoff_id, reason)
-        self._remember(handoff_id, reason)
+        self._ended.add(handoff_id, reason)
 
     def _fail(self, handoff_id: str, reason: str, retry: bool) -> None:
         self.port.release(handoff_id, reason)
@@ -208,12 +205,12 @@ class Receiver:
     def _end(self, handoff_id: str, reason: str, retry: bool) -> None:
         incoming = self.incoming.pop(handoff_id)
         incoming.handoff.complete(HandoffState.FAILED, self.clock(), reason)
-        self._remember(handoff_id, reason)
+        self._ended.add(handoff_id, reason)
         self.counters["failed"] += 1
         self._reply(incoming.handoff.source, "failed", handoff_id, reason=reason, retry=retry)
 
     def _answer_late(self, name: str, handoff_id: str) -> None:
-        ended = self._ended.get(handoff_id, "unknown hand-over")
+        ended = self._ended.get(handoff_id) or "unknown hand-over"
         if ended == "acked":
             self._reply(name, "ack", handoff_id)
         else:
@@ -222,9 +219,3 @@ class Receiver:
     def _reply(self, name: str, kind: str, handoff_id: str, **body: Any) -> None:
         if name in self.links:
             self.links[name].send(Message(kind, handoff_id, body))
-
-    def _remember(self, handoff_id: str, how: str) -> None:
-        self._ended[handoff_id] = how
-        self._ended.move_to_end(handoff_id)
-        while len(self._ended) > TOMBSTONES:
-            self._ended.popitem(last=False)

@@ -29,7 +29,8 @@ ROLE_FIELDS = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DisaggregationConfig:
     """prompt_engines, completion_engines: how many. prompt_mesh, completion_mesh: EngineArgs fields of that role (parallel
-    sizes, buckets, num_blocks, ...), and "devices" to choose them. stall_timeout: seconds one step may take before its engine
+    sizes, buckets, num_blocks, ...), and "devices" to choose them. router: None gives each prompt engine about four steps' worth
+    of prompts at a time. stall_timeout: seconds one step may take before its engine
     counts as dead; None: no limit (a first step may compile)."""
 
     prompt_engines: int = 1
@@ -37,7 +38,7 @@ class DisaggregationConfig:
     prompt_mesh: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     completion_mesh: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handoff: HandoffConfig = dataclasses.field(default_factory=HandoffConfig)
-    router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
+    router: RouterConfig | None = None
     reserve_fraction: float = 1.0
     stall_timeout: float | None = None
 

@@ -30,7 +30,7 @@ class Part:
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
 
-    def accepts(self, engine: str, output_id: str) -> bool:
+    def accepts(self, output_id: str) -> bool:
         """Whether the caller may see this output: only one hand-over of an attempt answers."""
         if "/" not in output_id:  # from the prompt engine: the first token
             return self.answering is None

@@ -289,10 +289,10 @@ class Router:
         best.tokens += min(need, best.capacity.max_len)
         return best.name
 
-    def unplace(self, attempt_id: str) -> None:
-        """The chosen completion engine will not get this request after all."""
+    def unplace(self, attempt_id: str, completion_engine: str | None = None) -> None:
+        """The chosen completion engine (if it is still the given one) will not get this request after all."""
         job = self._current(attempt_id)
-        if job is not None:
+        if job is not None and completion_engine in (None, job.completion_engine):
             self._leave_completion(job)
 
     def delivered(self, attempt_id: str) -> None:
@@ -363,6 +363,10 @@ class Router:
             self._drop(job)
             self.counters["failed"] += 1
         return Verdict(job.request_id, attempt_id, reason, retry, told)
+
+    def is_current(self, attempt_id: str) -> bool:
+        """This attempt is being served, and may still answer its request."""
+        return self._current(attempt_id) is not None
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------------
 

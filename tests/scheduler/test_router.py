@@ -8,7 +8,6 @@ import pytest
 
 from deepinfer_jax.scheduler.router import Capacity, Router, RouterConfig, split_attempt
 
-
 CAPACITY = Capacity(4, 1000)
 
 
