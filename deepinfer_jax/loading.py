@@ -58,7 +58,7 @@ class ModelSource:
 
 
 def _moe_options(args: EngineArgs) -> MoeOptions:
-    # "auto" is padded everywhere: with the flag that ragged needs, XLA sends more bytes than padded does (docs/decisions/031-moe-dispatch.md)
+    # "auto" is padded everywhere: with the flag that ragged needs, XLA sends more bytes than padded (docs/decisions/031-moe-dispatch.md)
     dispatch = "padded" if args.moe_dispatch == "auto" else args.moe_dispatch
     options = MoeOptions(dispatch=dispatch, extra_experts=args.num_redundant_experts)
     options.check_backend()

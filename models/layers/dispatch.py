@@ -13,6 +13,7 @@ sends one row back. No token is ever dropped. Two ways behind the same pair of f
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class MoeOptions:
         if self.capacity_factor is None:
             return rows
         uniform = rows * (1 - (1 - 1 / ep) ** top_k)
-        return max(1, min(rows, -(-int(self.capacity_factor * uniform) // 1)))
+        return max(1, min(rows, math.ceil(self.capacity_factor * uniform)))
 
 
 @jax.tree_util.register_dataclass
