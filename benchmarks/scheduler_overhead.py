@@ -2,7 +2,8 @@
 
     python benchmarks/scheduler_overhead.py [--out DIR] [--drafts N]
 
-Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and writes DIR/scheduler_overhead.png (default: out/).
+Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and writes
+DIR/scheduler_overhead.png (default: out/).
 CPU time of the scheduling thread, per step, so that other load on the machine does not count; steps in which sequences take
 new blocks are part of the run.
 """

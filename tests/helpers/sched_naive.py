@@ -1,4 +1,4 @@
-"""A deliberately naive scheduler, one page, written from the contract: lists, sums and loops, everything recomputed at every
+"""A deliberately naive scheduler, one page, written from the rules alone: lists, sums and loops, everything recomputed at every
 step. NORMAL role, one rank, drafts, chunking, preemption, zero-overhead scheduling off. It counts blocks, it has no block ids.
 """
 

@@ -1,4 +1,4 @@
-"""The scheduler and a naive one written from the contract take the same decisions at every step."""
+"""The scheduler and a naive one written from the rules alone take the same decisions at every step."""
 
 import random
 
