@@ -3,7 +3,7 @@
 Peaks are dense (no sparsity) figures of NVIDIA's data sheets: H100 and H200 SXM (nvidia.com/en-us/data-center/h200, "H200 Tensor
 Core GPU" data sheet, 2024), B200 (nvidia.com/en-us/data-center/dgx-b200, data sheet 2024, per GPU), A100 80GB SXM (A100 data sheet,
 2021). link_bandwidth is one direction of NVLink per GPU; network_bandwidth one direction of a 400 Gb/s (A100: 200 Gb/s) adapter per
-GPU, the usual pairing in DGX and HGX systems. Memory is what the driver offers, a little under the nominal size.
+GPU, the usual pairing in DGX and HGX systems. gb200 is a B200 in an NVL72 rack: 72 of them share NVLink ("GB200 NVL72" data sheet). Memory is what the driver offers, a little under the nominal size.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ GPUS: dict[str, Gpu] = {
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 151_397_597_184, 4.8e12, 989.5e12, 1979e12, 52_428_800, 450e9, 50e9),
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_029_158_912, 3.35e12, 989.5e12, 1979e12, 52_428_800, 450e9, 50e9),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 191_514_411_008, 8.0e12, 2250e12, 4500e12, 132_644_864, 900e9, 50e9),
+    "gb200": Gpu("NVIDIA GB200", (10, 0), 148, 191_514_411_008, 8.0e12, 2250e12, 4500e12, 132_644_864, 900e9, 50e9, nvlink_domain=72),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_051_572_224, 2.039e12, 312e12, None, 41_943_040, 300e9, 25e9, clock_ghz=1.41),
 }
 

@@ -122,7 +122,7 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
 
 class TestRefusals:
     def test_unknown_gpu(self):
-        with pytest.raises(ValueError, match="unknown GPU 'h20'; known: a100, b200, h100, h200"):
+        with pytest.raises(ValueError, match="unknown GPU 'h20'; known: a100, b200, gb200, h100, h200"):
             make_plan(big("llama-3.1-8b"), "h20")
 
     def test_missing_plugin(self, monkeypatch):
