@@ -164,15 +164,17 @@ class Router:
         self.clock = clock
         self.prompt = {name: PromptLoad(name) for name in prompt_engines}
         self.completion = {name: CompletionLoad(name, capacity) for name, capacity in completion_engines.items()}
-        both = self.prompt.keys() & self.completion.keys()
-        if not self.prompt or not self.completion or both:
-            raise ValueError(
-                f"need at least one engine of each role, with different names; got {list(self.prompt)}, {list(self.completion)}"
-            )
+        self._check_engines()
         self.queue: deque[Job] = deque()
         self.jobs: dict[str, Job] = {}
         self._rates = [self.config.seconds_per_token] * (len(self.config.length_buckets) + 1)
         self.counters = {"retries": 0, "failed": 0, "cancelled": 0, "finished": 0, "late": 0, "back_pressure": 0}
+
+    def _check_engines(self) -> None:
+        if not self.prompt or not self.completion or self.prompt.keys() & self.completion.keys():
+            raise ValueError(
+                f"need at least one engine of each role, with different names; got {list(self.prompt)}, {list(self.completion)}"
+            )
 
     # ---- prefill -----------------------------------------------------------------------------------------------------
 
@@ -352,8 +354,7 @@ class Router:
     def _fail(self, job: Job, reason: str, retry: bool, failed: tuple[str, ...]) -> Verdict:
         attempt_id = job.attempt_id
         told = tuple(e for e in (job.prompt_engine, job.completion_engine) if e is not None and e not in failed)
-        able = all(self.alive())
-        retry = retry and job.retryable and job.attempt < self.config.max_attempts and able
+        retry = retry and job.retryable and job.attempt < self.config.max_attempts and self._may_retry()
         if retry:  # held by no engine it is not current: what arrives late for this attempt finds nothing
             self._leave_prompt(job)
             self._leave_completion(job)
@@ -367,6 +368,10 @@ class Router:
     def is_current(self, attempt_id: str) -> bool:
         """This attempt is being served, and may still answer its request."""
         return self._current(attempt_id) is not None
+
+    def _may_retry(self) -> bool:
+        """Whether a failed attempt has anywhere to go."""
+        return all(self.alive())
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------------
 
