@@ -31,6 +31,7 @@ constexpr int LANES = 8, MAX_TILE = 2;
 #else
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
+constexpr int AHEAD = 8;           // how many weight rows ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale
@@ -94,12 +95,13 @@ template <int R> INLINE void sum_lanes(const F* v, float* out) {
 // ---- weight formats: row(n) prepares a row, at(k) gives LANES float32 weights from k on, one(k) a single one ----------
 
 struct Weights {
-  const void* data;
+  const void *data, *group;
   const float* scale;
   int64_t n, k;
 };
 
 struct Float32 {
+  static constexpr int bits = 32;
   static constexpr bool scaled_rows = false;
   const float* p;
   Float32() = default;
@@ -109,6 +111,7 @@ struct Float32 {
 };
 
 struct BFloat16 {
+  static constexpr int bits = 16;
   static constexpr bool scaled_rows = false;
   const uint16_t* p;
   BFloat16() = default;
@@ -123,6 +126,7 @@ struct BFloat16 {
 };
 
 struct Int8 {  // the scale of a row multiplies its finished sum
+  static constexpr int bits = 8;
   static constexpr bool scaled_rows = true;
   const int8_t* p;
   Int8() = default;
@@ -131,16 +135,24 @@ struct Int8 {  // the scale of a row multiplies its finished sum
   INLINE float one(int64_t k) const { return p[k]; }
 };
 
-// Each group of 32 weights is 16 bytes: weight i in the low nibble of byte i, weight i + 16 in its high nibble.
+const struct FactorTable {
+  float values[256];
+  FactorTable() {
+    for (int i = 0; i < 256; i++) values[i] = static_cast<int8_t>(i);
+  }
+} factors;
+
+// Each run of 64 weights is 32 bytes: its first group of 32 in the low nibbles, the second in the high ones.
 struct Int4 {
-  static constexpr bool scaled_rows = false;
-  const uint8_t* p;
-  const float* scale;
+  static constexpr int bits = 4;
+  static constexpr bool scaled_rows = true;
+  const uint8_t *p, *group;
   Int4() = default;
-  INLINE Int4(const Weights& w, int64_t n) : p(static_cast<const uint8_t*>(w.data) + n * w.k / 2), scale(w.scale + n * (w.k / GROUP)) {}
-  INLINE F nibbles(int64_t k) const {  // unscaled
-    I bytes = widen(p + k / GROUP * (GROUP / 2) + k % (GROUP / 2));
-    I shifted = k % GROUP < GROUP / 2 ? bytes : bytes >> 4;
+  INLINE Int4(const Weights& w, int64_t n)
+      : p(static_cast<const uint8_t*>(w.data) + n * w.k / 2), group(static_cast<const uint8_t*>(w.group) + n * (w.k / GROUP)) {}
+  INLINE F nibbles(int64_t k) const {  // without the group's factor
+    I bytes = widen(p + k / (2 * GROUP) * GROUP + k % GROUP);
+    I shifted = k % (2 * GROUP) < GROUP ? bytes : bytes >> 4;
 #if defined(__AVX512F__)
     const F table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
     return (F)_mm512_permutexvar_ps((__m512i)shifted, (__m512)table);  // only the low four bits of an index count
@@ -148,8 +160,9 @@ struct Int4 {
     return to_float((shifted & 15) - 8);
 #endif
   }
-  INLINE F at(int64_t k) const { return nibbles(k) * scale[k / GROUP]; }
-  INLINE float one(int64_t) const { return 0; }  // K is a multiple of GROUP
+  INLINE float factor(int64_t k) const { return factors.values[group[k / GROUP]]; }
+  INLINE F at(int64_t k) const { return nibbles(k) * factor(k); }
+  INLINE float one(int64_t) const { return 0; }  // K is a multiple of 2 * GROUP
 };
 
 // ---- tiles ------------------------------------------------------------------------------------------------------------
@@ -163,15 +176,16 @@ INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t 
   UNROLL for (int r = 0; r < R; r++) rows[r] = W(w, n + r);
   int64_t k = 0;
   if constexpr (std::is_same_v<W, Int4> && M <= 2) {  // few rows: scale a group's sum rather than its weights
-    for (; k < K; k += GROUP)
-      UNROLL for (int r = 0; r < R; r++) {
-        F part[M] = {};
-        UNROLL for (int i = 0; i < GROUP; i += LANES) {
-          F wv = rows[r].nibbles(k + i);
-          UNROLL for (int m = 0; m < M; m++) part[m] += wv * load<F>(x + m * K + k + i);
+    for (; k < K; k += 2 * GROUP)
+      UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int g = 0; g < 2 * GROUP; g += GROUP) {
+          F part[M] = {};
+          UNROLL for (int i = g; i < g + GROUP; i += LANES) {
+            F wv = rows[r].nibbles(k + i);
+            UNROLL for (int m = 0; m < M; m++) part[m] += wv * load<F>(x + m * K + k + i);
+          }
+          UNROLL for (int m = 0; m < M; m++) acc[m][r] += part[m] * rows[r].factor(k + g);
         }
-        UNROLL for (int m = 0; m < M; m++) acc[m][r] += part[m] * rows[r].scale[k / GROUP];
-      }
   } else {
     for (; k + LANES <= K; k += LANES) {
       F wv[R];
@@ -247,16 +261,25 @@ struct Scratch {
   ~Scratch() { std::free(data); }
 };
 
+// Weight rows are short streams: the hardware prefetcher starts anew on each, so ask for those to come next.
+template <typename W>
+INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1) {
+  const int64_t row_bytes = w.k * W::bits / 8;
+  const char* p = static_cast<const char*>(w.data);
+  for (int64_t i = n0 * row_bytes; i < std::min(n1, w.n) * row_bytes; i += 64) __builtin_prefetch(p + i);
+}
+
 // Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
 INLINE void run_rows(const Call& c, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* wide, float* out, int64_t ldo) {
+  prefetch_rows<W>(c.w, n0 + AHEAD, n1 + AHEAD);
   if (std::is_same_v<W, Float32> || m_count <= MAX_TILE) {
     out -= n0;  // tiles index the result by weight row
     if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, c.w, n0, out, ldo);
     for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, c.w, n, out, ldo);
     return;
   }
-  const Weights w{wide, nullptr, c.w.n, c.w.k};
+  const Weights w{wide, nullptr, nullptr, c.w.n, c.w.k};
   for (int64_t n = n0; n < n1; n++) widen_row<W>(c.w, n, wide + (n - n0) * c.w.k);
   if (n1 - n0 == ROWS) return rows_of_x<Float32, ROWS>(m_count, x, w, 0, out, ldo);
   for (int64_t r = 0; r < n1 - n0; r++) rows_of_x<Float32, 1>(m_count, x, w, r, out, ldo);
@@ -334,8 +357,8 @@ INLINE void pause_cpu() {
 
 }  // namespace
 
-// Operands: x f32 [M, K]; kernel [N, K] f32, bf16 or s8, or u8 [N, K/2] (int4); scale f32 [N] (s8), [N, K/32] (u8), absent
-// otherwise. Result: f32 [M, N].
+// Operands: x f32 [M, K]; kernel [N, K] f32, bf16 or s8, or u8 [N, K/2] (int4); for int4, group s8 [N, K/32]; for s8 and
+// int4, scale f32 [N]. Result: f32 [M, N].
 extern "C" XLA_FFI_Error* deepinfer_cpu_matmul(XLA_FFI_CallFrame* frame) {
   if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
     auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
@@ -348,12 +371,17 @@ extern "C" XLA_FFI_Error* deepinfer_cpu_matmul(XLA_FFI_CallFrame* frame) {
   if (frame->args.size < 2 || frame->rets.size != 1) return fail(frame->api, "cpu_matmul: expected x, kernel[, scale] -> y");
   auto arg = [&](int i) { return static_cast<XLA_FFI_Buffer*>(frame->args.args[i]); };
   const XLA_FFI_Buffer *x = arg(0), *kernel = arg(1), *y = static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]);
-  const bool packed = kernel->dtype == XLA_FFI_DataType_U8;
+  const bool packed = kernel->dtype == XLA_FFI_DataType_U8, scaled = packed || kernel->dtype == XLA_FFI_DataType_S8;
+  if (frame->args.size != 2 + packed + scaled || x->dtype != XLA_FFI_DataType_F32 || y->dtype != XLA_FFI_DataType_F32 ||
+      kernel->dims[1] * (packed ? 2 : 1) != x->dims[1] || (packed && x->dims[1] % (2 * GROUP))) {
+    return fail(frame->api, "cpu_matmul: operand types or shapes do not fit together");
+  }
   Call* c = new Call;
   c->x = static_cast<const float*>(x->data);
   c->y = static_cast<float*>(y->data);
   c->m = x->dims[0];
-  c->w = {kernel->data, frame->args.size > 2 ? static_cast<const float*>(arg(2)->data) : nullptr, kernel->dims[0], x->dims[1]};
+  c->w = {kernel->data, packed ? arg(2)->data : nullptr, scaled ? static_cast<const float*>(arg(2 + packed)->data) : nullptr,
+          kernel->dims[0], x->dims[1]};
   switch (kernel->dtype) {
     case XLA_FFI_DataType_F32: c->run = run_block<Float32>; break;
     case XLA_FFI_DataType_BF16: c->run = run_block<BFloat16>; break;
@@ -361,11 +389,10 @@ extern "C" XLA_FFI_Error* deepinfer_cpu_matmul(XLA_FFI_CallFrame* frame) {
     case XLA_FFI_DataType_U8: c->run = run_block<Int4>; break;
     default: c->run = nullptr;
   }
-  const bool scaled = packed || kernel->dtype == XLA_FFI_DataType_S8;
-  if (!c->run || x->dtype != XLA_FFI_DataType_F32 || kernel->dims[1] * (packed ? 2 : 1) != c->w.k || scaled != (c->w.scale != nullptr) ||
-      (packed && c->w.k % GROUP)) {
+  if (!c->run || c->m == 0 || c->w.n == 0) {
+    const bool known = c->run != nullptr;
     delete c;
-    return fail(frame->api, "cpu_matmul: operand types or shapes do not fit together");
+    return known ? nullptr : fail(frame->api, "cpu_matmul: kernels are f32, bf16, s8 or u8 (int4)");
   }
   // Panels of x that stay in the second-level cache; chunks small enough to share out evenly, at least 16 KiB of weights.
   const int64_t threads = pool_threads(frame);

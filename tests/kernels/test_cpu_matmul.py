@@ -1,0 +1,123 @@
+"""The compiled CPU product against float64, over the shapes that break tiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax.kernels_pallas import cpu_matmul
+from deepinfer_jax.kernels_pallas.cpu_matmul import matmul_nt
+
+pytestmark = pytest.mark.skipif(not cpu_matmul.in_use(), reason=cpu_matmul.status().reason)
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 40)
+SHAPES = ((1, 64), (4, 64), (5, 128), (33, 576), (70, 192), (960, 64))
+
+
+def stored(format: str, n: int, k: int, rng) -> tuple[dict, np.ndarray]:
+    """(operands, float64 weights they stand for)."""
+    if format in ("f32", "bf16"):
+        weight = jnp.asarray(rng.normal(size=(n, k)), cpu_matmul.FORMATS[format])
+        return {"weight": weight}, np.asarray(weight).astype(np.float64)
+    scale = rng.uniform(0.5, 2, n).astype(np.float32)
+    if format == "int8":
+        q = rng.integers(-128, 128, (n, k)).astype(np.int8)
+        return {"weight": q, "scale": scale}, q * scale[:, None].astype(np.float64)
+    q, group = rng.integers(0, 16, (n, k // 64, 2, 32)), rng.integers(-128, 128, (n, k // 32)).astype(np.int8)
+    packed = (q[:, :, 0] | q[:, :, 1] << 4).astype(np.uint8).reshape(n, k // 2)
+    exact = (q.reshape(n, k // 32, 32) - 8.0) * group[..., None]
+    return {"weight": packed, "group": group, "scale": scale}, exact.reshape(n, k) * scale[:, None].astype(np.float64)
+
+
+def check(format: str, m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(m * 1000 + n)
+    operands, exact = stored(format, n, k, rng)
+    x = rng.normal(size=(m, k)).astype(np.float32)
+    got = np.asarray(jax.jit(lambda x, operands: matmul_nt(x, format=format, **operands))(x, operands))
+    assert got.shape == (m, n) and got.dtype == np.float32
+    size = np.abs(x) @ np.abs(exact).T
+    assert np.max(np.abs(got - x @ exact.T) / size) < 5e-7
+
+
+@pytest.mark.parametrize("format", list(cpu_matmul.FORMATS))
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_equals_the_float64_product(format, n, k):
+    for m in ROWS:
+        check(format, m, n, k)
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("k", [1, 3, 15, 17, 100])
+def test_any_inner_size(format, k):
+    for m in (1, 7):
+        check(format, m, 9, k)
+
+
+@pytest.mark.parametrize("format", list(cpu_matmul.FORMATS))
+def test_more_rows_than_a_cache_panel_holds(format):
+    check(format, 1000, 260, 1024)
+
+
+def test_a_row_does_not_depend_on_the_rows_of_its_tile():
+    rng = np.random.default_rng(0)
+    operands, _ = stored("f32", 64, 576, rng)
+    x = rng.normal(size=(18, 576)).astype(np.float32)
+    together = np.asarray(matmul_nt(x, operands["weight"]))
+    np.testing.assert_array_equal(together[6:12], np.asarray(matmul_nt(x[6:12], operands["weight"])))
+
+
+def test_bfloat16_activations_and_empty_operands():
+    rng = np.random.default_rng(1)
+    operands, exact = stored("int8", 8, 64, rng)
+    x = jnp.asarray(rng.normal(size=(2, 64)), jnp.bfloat16)
+    np.testing.assert_allclose(matmul_nt(x, **operands), np.asarray(x).astype(np.float64) @ exact.T, rtol=1e-4, atol=1e-2)
+    assert matmul_nt(x[:0], **operands).shape == (0, 8)
+
+
+def test_many_calls_at_once():
+    """Independent products of one program may run at the same time, each with helpers on the same pool."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(3, 128)).astype(np.float32)
+    weights = [rng.normal(size=(257, 128)).astype(np.float32) for _ in range(16)]
+    together = jax.jit(lambda x, ws: [matmul_nt(x, w) for w in ws])
+    for _ in range(20):
+        for got, w in zip(together(x, weights), weights, strict=True):
+            np.testing.assert_allclose(got, x @ w.T, rtol=1e-4, atol=1e-4)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x, w8, scale = np.zeros((2, 64), np.float32), np.zeros((4, 64), np.int8), np.zeros(4, np.float32)
+    for arguments, message in (
+        ({"weight": w8}, "do not fit"),
+        ({"weight": w8, "scale": scale[:3]}, "do not fit"),
+        ({"weight": w8[:, :32], "scale": scale}, "do not fit"),
+        ({"weight": w8, "scale": scale, "group": np.zeros((4, 2), np.int8)}, "do not fit"),
+        ({"weight": w8, "scale": scale.astype(np.float16)}, "must be float32"),
+        ({"weight": w8, "scale": scale, "format": "f32"}, "does not fit weights of int8"),
+        ({"weight": w8.astype(np.int32)}, "does not fit weights of int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            matmul_nt(x, **arguments)
+
+
+def test_overrides_and_a_failed_build(tmp_path, monkeypatch):
+    monkeypatch.setenv(cpu_matmul.ENVIRONMENT_VARIABLE, "xla")
+    assert not cpu_matmul.in_use() and "=xla" in cpu_matmul.status().reason
+    with pytest.raises(RuntimeError, match="not in use"):
+        matmul_nt(np.zeros((1, 64), np.float32), np.zeros((4, 64), np.float32))
+    monkeypatch.setenv(cpu_matmul.ENVIRONMENT_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="auto, native or xla"):
+        cpu_matmul.status()
+    code = "from deepinfer_jax.kernels_pallas import cpu_matmul as c; print(c.status().native, c.status().reason)"
+    env = os.environ | {"CXX": "/bin/false", "DEEPINFER_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    for mode, expected in (("auto", "False /bin/false"), ("native", "RuntimeError")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env | {cpu_matmul.ENVIRONMENT_VARIABLE: mode}, capture_output=True, text=True
+        )
+        assert expected in done.stdout + done.stderr
