@@ -15,8 +15,10 @@ import numpy as np
 from deepinfer_jax.admission import PromptInput, build_request, check_request
 from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.engine_state import EngineStateMixin
 from deepinfer_jax.loading import ModelSource, use_compilation_cache
 from deepinfer_jax.metrics import EngineStats, StepRecord
+from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.parallel import make_mesh
 from deepinfer_jax.profiling import StepProfiler
@@ -33,7 +35,7 @@ from deepinfer_jax.state import ResultRows
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(EngineStateMixin):
     """Takes requests, steps, returns outputs. Thread-safe: calls from several threads are serialised.
 
     A subclass may override the hooks (see "hooks" below); their order is the contract of disaggregation.
@@ -46,12 +48,15 @@ class LLMEngine:
         devices: Seq[Any] | None = None,
         dp_group: DPGroup | None = None,
         warm_up_progress: Progress | None = None,
+        weights: LoadedModel | None = None,
     ) -> None:
-        """warm_up_progress: called with (program, programs ready, programs in all) as warm-up goes on."""
+        """warm_up_progress: called with (program, programs ready, programs in all) as warm-up goes on. weights: of another engine
+        of the same model on the same mesh, to be shared; None: loaded here."""
         if args.compilation_cache:
             use_compilation_cache()
         source = ModelSource.find(args)
         self.args = args
+        self.init_state()
         self.config = EngineConfig.resolve(args, source.config)
         self.model_config, self.model_class = source.config, source.model_class
         self.mesh = make_mesh(self.config.axes, devices)
@@ -59,9 +64,10 @@ class LLMEngine:
         self.policy = self.config.policy
         self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
         with compile_watch().expected():
-            self.runner = ModelRunner(self.config, source.load(self.config, self.mesh), self.mesh)
+            self.runner = ModelRunner(self.config, weights or source.load(self.config, self.mesh), self.mesh)
             if self.policy.splits_prefill_decode:
                 self.init_pd_split()
+            self.init_kv()
             self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
         ranks = self.runner.placement.local_ranks
         self.dp_group = dp_group or LocalDPGroup(len(ranks))
@@ -119,7 +125,7 @@ class LLMEngine:
                 self._completions[completion.seq.request_id] = completion
                 self._ranks[completion.seq.request_id] = completion.rank
                 if enqueue:
-                    self.schedulers[completion.rank].add_request(completion.seq)
+                    self._enqueue(completion)
             return request
 
     def least_loaded_rank(self) -> int:
@@ -145,7 +151,9 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would change anything: requests, ended sequences to free, results to read."""
-        return bool(self._ended) or self._pending is not None or any(s.has_unfinished() for s in self.schedulers)
+        if self._ended or self._undelivered or self._pending is not None or (self.kv is not None and self.kv.loading):
+            return True
+        return any(s.has_unfinished() for s in self.schedulers)
 
     def is_active(self, request_id: str) -> bool:
         """Whether a request with this id has been added and has not ended."""
@@ -160,6 +168,10 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedules and enqueues one step, then processes its results (with zero-overhead scheduling: the previous step's)."""
         with self._lock:
+            self._run_boundary()
+            self._stepping = True
+            if self.kv is not None:
+                self._take_loaded()
             start = time.perf_counter()
             substeps = self._schedule()
             in_flight = self._dispatch(substeps)
@@ -168,7 +180,7 @@ class LLMEngine:
             if in_flight is not None and self._last_ready and (self._pending is None or self._pending.ready()):
                 record.device_idle = in_flight.dispatched - self._last_ready
             done, self._pending = (self._pending, in_flight) if self.config.zos else (in_flight, None)
-            results = self.post_process(done, record)
+            results = self._take_undelivered() + self.post_process(done, record)
             if not self.policy.does_decode:
                 self.send_processed_prompts()
             results += self._outputs_outside_steps(substeps)
@@ -176,6 +188,7 @@ class LLMEngine:
             self.did_work = in_flight is not None or done is not None
             if self.profiler.active:
                 self.profiler.after_step()
+            self._stepping = False
             return results
 
     def _schedule(self) -> list[list[SchedulerOutputs]]:
@@ -301,6 +314,8 @@ class LLMEngine:
                     self.stats_log.first_token(now - metrics.arrival_time)
                 if not self.policy.does_decode:
                     self._processed.append(c)
+                if self.kv is not None:
+                    self.kv.save(c.seq, rank)
                 self._take_tokens(c, rows, row_of[i], now, touched)
 
     def _process_decode(self, rank: int, o: SchedulerOutputs, rows: ResultRows, now: float, touched: dict[str, Request]) -> None:
@@ -397,6 +412,8 @@ class LLMEngine:
                 c.consume()
                 self._end(c)
                 self._ended.append(c.request)
+        for seq in [s for outputs in substeps for o in outputs for s in o.ignored]:
+            self._ranks.pop(seq.request_id, None)  # released by the scheduler already
         ended, self._ended = self._ended, []
         done = {r.request_id: r for r in ended if r.finished and r.request_id in self._requests}
         return [self.process_output(self._request_output(r)) for r in done.values()]
@@ -423,9 +440,11 @@ class LLMEngine:
 
     def pe_prepare_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
         """Prefill steps, before the sampler is waited for: start moving KV, wait for nothing."""
+        self.save_tails(finished)
 
     def do_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
         """Decode steps, before the sampler is waited for: save KV of what finished."""
+        self.save_tails(finished)
 
     def pe_do_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
         """Prefill steps, once the sample is there: wait for the transfer and book it."""
@@ -491,6 +510,8 @@ class LLMEngine:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self.kv is not None:
+            self.kv.close()
         self.profiler.stop()
         if self.metrics_server is not None:
             self.metrics_server.close()

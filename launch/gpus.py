@@ -1,9 +1,10 @@
 """GPUs a plan can be made for: what a device holds, and how fast it can possibly be.
 
 Peaks are dense (no sparsity) figures of NVIDIA's data sheets: H100 and H200 SXM (nvidia.com/en-us/data-center/h200, "H200 Tensor
-Core GPU" data sheet, 2024), B200 (nvidia.com/en-us/data-center/dgx-b200, data sheet 2024, per GPU), A100 80GB SXM (A100 data sheet,
-2021). link_bandwidth is one direction of NVLink per GPU; network_bandwidth one direction of a 400 Gb/s (A100: 200 Gb/s) adapter per
-GPU, the usual pairing in DGX and HGX systems. gb200 is a B200 in an NVL72 rack: 72 of them share NVLink ("GB200 NVL72" data sheet). Memory is what the driver offers, a little under the nominal size.
+Core GPU" data sheet, 2024), B200 (nvidia.com/en-us/data-center/dgx-b200, data sheet 2024, per GPU), A100 80GB SXM (A100 data
+sheet, 2021). gb200 is a B200 in an NVL72 rack: 72 of them share NVLink ("GB200 NVL72" data sheet). link_bandwidth is one direction
+of NVLink per GPU; network_bandwidth one direction of a 400 Gb/s (A100: 200 Gb/s) adapter per GPU, the usual pairing in DGX and HGX
+systems. Memory is what the driver offers, a little under the nominal size.
 """
 
 from __future__ import annotations
