@@ -1,0 +1,22 @@
+"""vLLM (its CPU build) as a benchmark worker: python vllm_worker.py MODEL_FOLDER DTYPE"""
+
+import sys
+
+from vllm import LLM, SamplingParams
+from worker import serve
+
+
+def main():
+    folder, dtype = sys.argv[1:]
+    llm = LLM(folder, dtype=dtype, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False)
+
+    def generate(prompts, max_tokens):
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in max_tokens]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs]
+
+    serve(generate)
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file again
+    main()

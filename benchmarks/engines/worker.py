@@ -1,0 +1,25 @@
+"""The loop of a benchmark worker: another engine in a process, and an interpreter, of its own.
+
+One JSON object per line. In: {"prompts": [[ids]], "max_tokens": [n]}. Out: {"seconds": s, "tokens": [[ids]], "peak_bytes": n}.
+Every request is greedy and ignores EOS. Whatever the engine itself prints goes to stderr. Runs on any Python >= 3.10.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+
+
+def serve(generate):
+    """generate(prompts, max_tokens) -> token lists."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints must not get between the answers
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        start = time.perf_counter()
+        tokens = generate(job["prompts"], job["max_tokens"])
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": seconds, "tokens": tokens, "peak_bytes": peak}), file=answers, flush=True)

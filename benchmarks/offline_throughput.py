@@ -1,0 +1,267 @@
+"""Batch generation: tokens per second of this engine, beside other engines on the same prompts, tokens and dtype, in one run.
+
+    python benchmarks/offline_throughput.py [--model demo] [--dtype float32] [--quantization int8] [--repeats 3]
+        [--transformers-python PY] [--vllm-python PY] [--llama-cpp-python PY --llama-cpp-gguf FILE]
+
+The optional interpreters belong to environments of their own that hold torch + transformers, vLLM's CPU build, or
+llama-cpp-python; each engine runs in a process of its own that stays up, and takes turns with the others, so that a busy machine
+is busy for all. Every request is greedy and ignores EOS. Workloads (32 prompts of 128 tokens, benchmarks/smollm2_workload.json):
+
+    batch   each prompt + 64 new tokens
+    mixed   prompts cut to 8..128 tokens, 8..256 new tokens, both log-uniform
+    single  one prompt, 128 new tokens
+
+prefill = prompt tokens / time of a run that asks for one token each; decode = the other tokens / the rest of the time; both by the
+same wall clocks for all engines. Medians over the repeats. Limits are measured in the same run (benchmarks/limits.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+from limits import Limits, load_average, measure, median
+
+from deepinfer_jax import LLM, SamplingParams
+from deepinfer_jax.compile_watch import compile_watch
+from deepinfer_jax.models.resolve import resolve_model_path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    prompts: list[list[int]]
+    max_tokens: list[int]
+
+    def with_max_tokens(self, count: int) -> Workload:
+        return Workload(self.name, self.prompts, [count] * len(self.prompts))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+
+@dataclass
+class Times:
+    """Walls of an engine on a workload: with one new token each, and whole."""
+
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def rates(self, w: Workload) -> tuple[float, float, float]:
+        """(prefill, decode, new tokens) per second."""
+        first, whole = median(self.first), median(self.whole)
+        return w.prompt_tokens / first, (w.new_tokens - len(w.prompts)) / max(whole - first, 1e-9), w.new_tokens / whole
+
+
+def workloads(vocab: int) -> list[Workload]:
+    prompts = json.loads((HERE / "smollm2_workload.json").read_text())
+    prompts = [[t % vocab for t in p] for p in prompts]
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(np.log(8), np.log(128), len(prompts))).astype(int)
+    wanted = np.exp(rng.uniform(np.log(8), np.log(256), len(prompts))).astype(int)
+    mixed = Workload("mixed", [p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)], wanted.tolist())
+    return [Workload("batch", prompts, [64] * len(prompts)), mixed, Workload("single", prompts[:1], [128])]
+
+
+class Worker:
+    """Another engine, in a process that answers `benchmarks/engines/worker.py`'s protocol."""
+
+    def __init__(self, name: str, python: str, script: str, *args: str) -> None:
+        self.name, self.peak_bytes = name, 0
+        environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "PYTHONPATH")}
+        command = [python, str(HERE / "engines" / script), *args]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the {self.name} worker ended with exit code {self._process.wait()}")
+        return json.loads(line)
+
+    def run(self, w: Workload) -> tuple[float, list[list[int]]]:
+        print(json.dumps({"prompts": w.prompts, "max_tokens": w.max_tokens}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        self.peak_bytes = answer["peak_bytes"]
+        return answer["seconds"], answer["tokens"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Ours:
+    """This engine, in this process."""
+
+    name = "deepinfer-jax"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        watch = compile_watch()
+        self.llm = LLM(
+            args.model, dtype=args.dtype, quantization=args.quantization, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+            num_decode_steps=args.num_decode_steps, warm_up=True, strict_compiles=True,
+        )  # fmt: skip
+        self.engine = self.llm.engine
+        self.compiles = (watch.compiles, watch.cache_hits)
+
+    @property
+    def peak_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def run(self, w: Workload) -> tuple[float, list[list[int]]]:
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in w.max_tokens]
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompt_token_ids=w.prompts, sampling_params=params, use_tqdm=False)
+        return time.perf_counter() - start, [o.outputs[0].token_ids for o in outputs]
+
+    def close(self) -> None:
+        self.llm.close()
+
+    def report(self) -> list[str]:
+        s, (compiles, hits) = self.engine.stats(), self.compiles
+        decode, host = s["step_seconds"]["decode"], s["host_seconds"]["decode"]
+        return [
+            f"compiles: {compiles} before the end of warm-up ({hits} from the persistent cache, warm-up {s['warm_up_seconds']:.1f} s), "
+            f"{s['xla_compiles_after_warm_up']} after",
+            f"padding: prefill {s['prefill_padding']:.1%}, decode {s['decode_padding']:.1%}",
+            f"decode step: p50 {1e3 * decode['p50']:.1f} ms, p99 {1e3 * decode['p99']:.1f} ms; host part p50 {1e6 * host['p50']:.0f} us; "
+            f"device idle before it p50 {1e6 * s['device_idle_seconds']['p50']:.0f} us",
+            f"blocks: {s['num_blocks']}; TTFT p50 {s['ttft_seconds']['p50']:.2f} s; "
+            f"inter-token p50 {1e3 * s['inter_token_seconds']['p50']:.1f} ms",
+        ]
+
+
+def other_engines(args: argparse.Namespace) -> list[Worker]:
+    folder, workers = str(resolve_model_path(args.model)), []
+    for name in ("transformers", "vllm"):
+        python = getattr(args, f"{name}_python")
+        if python:
+            workers.append(Worker(name, python, f"{name}_worker.py", folder, args.dtype))
+    if args.llama_cpp_python:
+        workers.append(Worker("llama.cpp", args.llama_cpp_python, "llama_cpp_worker.py", args.llama_cpp_gguf, args.dtype))
+    return workers
+
+
+def measure_engines(engines: list[Any], loads: list[Workload], repeats: int) -> dict[tuple[str, str], Times]:
+    """Engines take turns in every repeat; one round before that is not counted."""
+    times = {(e.name, w.name): Times() for e in engines for w in loads}
+    for repeat in range(-1, repeats):
+        for w in loads:
+            for e in engines:
+                t = times[e.name, w.name]
+                first, _ = e.run(w.with_max_tokens(1))
+                whole, t.tokens = e.run(w if repeat >= 0 else w.with_max_tokens(4))
+                if repeat >= 0:
+                    t.first.append(first)
+                    t.whole.append(whole)
+    return times
+
+
+def agreement(a: list[list[int]], b: list[list[int]]) -> float:
+    """Mean share of each request's tokens up to the first difference."""
+    return float(np.mean([common_prefix(x, y) / len(x) for x, y in zip(a, b, strict=True)]))
+
+
+def common_prefix(x: list[int], y: list[int]) -> int:
+    return next((i for i, (p, q) in enumerate(zip(x, y, strict=True)) if p != q), len(x))
+
+
+def print_table(engines: list[Any], loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
+    ours = engines[0].name
+    print(
+        f"\n{'workload':8s} {'engine':14s} {'prefill tok/s':>13s} {'decode tok/s':>13s} {'new tok/s':>10s} {'ours is':>8s} {'same tokens':>12s}"
+    )
+    for w in loads:
+        mine = times[ours, w.name]
+        for e in engines:
+            t = times[e.name, w.name]
+            prefill, decode, new = t.rates(w)
+            factor = f"{median(t.whole) / median(mine.whole):7.2f}x" if e.name != ours else ""
+            same = f"{agreement(mine.tokens, t.tokens):11.1%}" if e.name != ours else ""
+            print(f"{w.name:8s} {e.name:14s} {prefill:13.1f} {decode:13.1f} {new:10.1f} {factor:>8s} {same:>12s}")
+    for e in engines:
+        print(f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f} MiB")
+
+
+def print_limits(engine: Any, limits: Limits, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
+    """What binds: weights streamed once per decode step of one sequence; multiply-adds for a batch."""
+    params = jax.tree.leaves(engine.runner.params)
+    stored = sum(p.size * p.dtype.itemsize for p in params)
+    config = engine.model_config
+    table = config.vocab_size * config.hidden_size
+    packed = sum(p.size * (2 if p.dtype.itemsize == 1 and engine.config.quantization == "int4" else 1) for p in params)
+    body = packed - table * (1 if config.tie_word_embeddings else 2)
+    if not config.tie_word_embeddings:
+        stored -= table * np.dtype(engine.config.dtype).itemsize  # only the head is read whole
+    print("\nlimits of this machine, measured now:", *limits.lines(), sep="\n  ")
+    single = next(w for w in loads if w.name == "single")
+    decode = times[Ours.name, "single"].rates(single)[1]
+    bound = limits.stream / stored
+    print(f"single: {stored / 1e6:.0f} MB of weights per token -> at most {bound:.1f} tok/s; reached {decode:.1f} = {decode / bound:.0%}")
+    for w in loads[:2]:
+        rows = w.prompt_tokens + w.new_tokens - len(w.prompts)
+        bound = w.new_tokens / ((2 * body * rows + 2 * table * w.new_tokens) / limits.flops)
+        new = times[Ours.name, w.name].rates(w)[2]
+        print(f"{w.name}: float32 multiply-adds of its matmuls allow {bound:.0f} new tok/s; reached {new:.1f} = {new / bound:.0%}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workloads", default="batch,mixed,single")
+    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--num-decode-steps", type=int, default=1)
+    for name in ("transformers", "vllm", "llama-cpp"):
+        parser.add_argument(f"--{name}-python", metavar="PY", help=f"interpreter of an environment with {name}")
+    parser.add_argument("--llama-cpp-gguf", metavar="FILE", help="the same weights as a GGUF file")
+    args = parser.parse_args()
+    if args.llama_cpp_python and not args.llama_cpp_gguf:
+        parser.error("--llama-cpp-python needs --llama-cpp-gguf")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    print(
+        f"{args.model}, {args.dtype}, quantization {args.quantization}; jax {jax.__version__}, {jax.devices()[0].device_kind}; {load_average()}"
+    )
+    ours = Ours(args)
+    loads = [w for w in workloads(ours.engine.model_config.vocab_size) if w.name in args.workloads.split(",")]
+    engines = [ours, *other_engines(args)]
+    times = measure_engines(engines, loads, args.repeats)
+    print_table(engines, loads, times)
+    print(*ours.report(), sep="\n")
+    engine = ours.engine
+    if {"batch", "mixed", "single"} <= {w.name for w in loads} and jax.default_backend() == "cpu":
+        print_limits(engine, measure(), loads, times)
+    for e in engines:
+        e.close()
+    print(load_average())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
