@@ -147,6 +147,8 @@ def _load(
     jobs = [Materializer(checkpoint, r, [slots[p] for p in (t, *slots[t].companion_paths)], tp) for t, r in rules.items()]
     if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(checkpoint, weight_rules):
         raise ValueError(f"{checkpoint.folder} does not fit {model_class.__name__}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    if left := [name for name in checkpoint.tensors if weight_rules.is_ignored(name)]:
+        logger.info("%s: %d tensors are not loaded, such as %s", checkpoint.folder, len(left), left[0])
     arrays: dict[tuple, jax.Array] = {}
     for job in jobs:
         targets = [(paths[slot.path], slot.shape) for slot in job.slots]

@@ -14,6 +14,7 @@ from step_batches import Driver, make_mesh
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.checkpoint import Checkpoint
 from deepinfer_jax.models.deepseek import DeepseekV2, DeepseekV3
+from deepinfer_jax.models.layers.experts import Experts
 from deepinfer_jax.models.loading import load_model
 from deepinfer_jax.models.materialize import Materializer, Slot
 from deepinfer_jax.models.qwen3_moe import Qwen3Moe
@@ -117,7 +118,7 @@ def test_int8_experts(wide_fp8):
 
 def test_int4_experts_are_refused():
     with pytest.raises(ValueError, match="experts can be stored as"):
-        load_model(GOLDEN / "deepseek_v3", dtype="float32", quant="int4")
+        Experts(8, 64, 64, dtype=jnp.float32, quant="int4", axes=ParallelAxes())
 
 
 # ---- draft layers, experts' slices ----------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def test_a_process_reads_only_its_experts(monkeypatch):
     with Checkpoint(GOLDEN / "deepseek_v3") as checkpoint:
         read, real = [], checkpoint.read
         monkeypatch.setattr(checkpoint, "read", lambda name: (read.append(name), real(name))[1])
-        part, _ = Materializer(checkpoint, rules[0], slot, None, 1).build((slice(2, 4), slice(0, 64), slice(0, 64)))
+        (part,) = Materializer(checkpoint, rules[0], [slot], 1).build([(slice(2, 4), slice(0, 64), slice(0, 64))])
         whole = real("model.layers.1.mlp.experts.3.up_proj.weight")
         np.testing.assert_array_equal(part[1, 32:], whole)
     assert {int(name.split("experts.")[1].split(".")[0]) for name in read} == {2, 3}
