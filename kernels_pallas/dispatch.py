@@ -72,6 +72,7 @@ TABLE: tuple[Implementation, ...] = (
     Implementation("paged_decode", "mosaic_mla", "mla_decode_mosaic:mla_decode_mosaic", *_HOPPER, "mla_decode_mosaic:refusal"),
     Implementation("paged_decode", "xla", "paged_decode:paged_decode_xla"),
     Implementation("ragged_prefill", "mosaic", "ragged_prefill_mosaic:ragged_prefill_mosaic", *_HOPPER, "ragged_prefill_mosaic:refusal"),
+    Implementation("ragged_prefill", "mosaic_mla", "mla_decode_mosaic:mla_prefill_mosaic", *_HOPPER, "mla_decode_mosaic:prefill_refusal"),
     Implementation("ragged_prefill", "xla", "ragged_prefill:ragged_prefill_xla"),
     Implementation("grouped_matmul", "mosaic", "grouped_matmul_mosaic:grouped_matmul_mosaic", *_HOPPER, "grouped_matmul_mosaic:refusal"),
     Implementation("grouped_matmul", "xla", "grouped_matmul:grouped_matmul_xla"),
@@ -176,6 +177,11 @@ def select(op: str, args: tuple, kwargs: dict, implementation: str | None = None
 def dispatch(op: str, *args, implementation: str | None = None, **kwargs):
     function, _ = select(op, args, kwargs, implementation)
     return function(*args, **kwargs)
+
+
+def choices() -> tuple[Choice, ...]:
+    """The distinct choices this process has made so far, in the order made."""
+    return tuple(_chosen)
 
 
 def explain() -> str:

@@ -87,10 +87,10 @@ def experts_refusal(x, gate_up, down, group_sizes, *, scales=None, row_weights=N
     return refusal(x, gate_up, group_sizes, w_scale=first, swiglu=True) or refusal(x, down, group_sizes, w_scale=second)
 
 
-def moe_experts_mosaic(x, gate_up, down, group_sizes, *, scales=None, row_weights=None, interpret=None):
+def moe_experts_mosaic(x, gate_up, down, group_sizes, *, scales=None, row_weights=None, interpret=None, sms=_SMS):
     first, second = scales or (None, None)
-    hidden = grouped_matmul_mosaic(x, gate_up, group_sizes, w_scale=first, swiglu=True, interpret=interpret)
-    return grouped_matmul_mosaic(hidden, down, group_sizes, w_scale=second, row_weights=row_weights, interpret=interpret)
+    hidden = grouped_matmul_mosaic(x, gate_up, group_sizes, w_scale=first, swiglu=True, interpret=interpret, sms=sms)
+    return grouped_matmul_mosaic(hidden, down, group_sizes, w_scale=second, row_weights=row_weights, interpret=interpret, sms=sms)
 
 
 def grouped_matmul_mosaic(x, w, group_sizes, *, w_scale=None, row_weights=None, swiglu=False, interpret=None, sms=_SMS):

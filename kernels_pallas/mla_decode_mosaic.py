@@ -42,23 +42,32 @@ def refusal(q, k_pool, v_pool, block_tables, kv_lens, *, q_per_seq=1, v_dim=None
     return None
 
 
+def prefill_refusal(q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, **options):
+    del q_starts, seq_ids
+    return refusal(q, k_pool, v_pool, block_tables, kv_lens, **options)
+
+
+def mla_prefill_mosaic(q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, **options):
+    """Absorbed prefill: every row is a sequence of its own, one query long, that borrows its sequence's table.
+
+    Worth its repeated page reads (from L2) where few rows meet a long cached prefix; models expand the latents otherwise.
+    """
+    s = block_tables.shape[0]
+    seq = jnp.minimum(seq_ids, s - 1)
+    position = kv_lens[seq] - q_starts[seq + 1] + jnp.arange(q.shape[0], dtype=jnp.int32)
+    lens = jnp.where(seq_ids < s, position + 1, 0)
+    return mla_decode_mosaic(q, k_pool, v_pool, block_tables, lens, table_rows=seq, splits=1, **options)
+
+
 def mla_decode_mosaic(
-    q,
-    k_pool,
-    v_pool,
-    block_tables,
-    kv_lens,
-    *,
-    scale,
-    q_per_seq=1,
-    v_dim=None,
-    sliding_window=None,
-    sinks=None,
-    interpret=None,
-    splits=None,
-):
+    q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_per_seq=1, v_dim=None, sliding_window=None, sinks=None,
+    table_rows=None, interpret=None, splits=None,
+):  # fmt: skip
+    """table_rows: i32 `[S]`, which row of block_tables each sequence has (default: its own)."""
     del v_pool
-    s, p = block_tables.shape
+    s, p = kv_lens.size, block_tables.shape[1]
+    if table_rows is None:
+        table_rows = jnp.arange(s, dtype=jnp.int32)
     bs, d, h = k_pool.shape[1], k_pool.shape[3], q.shape[1]
     rows = h * q_per_seq
     padded = -(-rows // 8) * 8 if rows < ROWS else -(-rows // ROWS) * ROWS
@@ -97,19 +106,19 @@ def mla_decode_mosaic(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpret,
-    )(tables, kv_lens, to_f16(q_rows) if fp8 else q_rows, k_pool)
+    )(tables, table_rows, kv_lens, to_f16(q_rows) if fp8 else q_rows, k_pool)
     out, lse = out[:, None, :, :rows], lse[:, None, :, :rows]
     sink = None if sinks is None else jnp.tile(sinks.astype(jnp.float32), q_per_seq)[None]
     return merge_splits(out, lse, sink, q.dtype).reshape(s * q_per_seq, h, v_dim).astype(q.dtype)
 
 
 def _body(
-    tables, lens, q, pool, out, lse_out, *, scale2, splits, box, heads, q_per_seq, v_dim, stages, window, interpret,
+    tables, table_rows, lens, q, pool, out, lse_out, *, scale2, splits, box, heads, q_per_seq, v_dim, stages, window, interpret,
     q_smem, ring, wide, p_smem, row_smem, q_ready, kv_ready, meet,
 ):  # fmt: skip
     block, split, seq, wg = (lax.axis_index(name) for name in ("block", "split", "seq", "wg"))
     bs, half_v = pool.shape[1], v_dim // 2
-    kv_len = lens[seq]
+    kv_len, table = lens[seq], table_rows[seq]
     begin = 0 if window is None else lax.div(jnp.maximum(kv_len - q_per_seq - window + 1, 0), _TILE)
     end = pl.cdiv(kv_len, _TILE)
     share = pl.cdiv(end - begin, splits)
@@ -119,7 +128,7 @@ def _body(
     def fetch(j):
         slot = lax.rem(j - low, stages)
         for i in range(_TILE // bs):
-            page = tables[seq, j * (_TILE // bs) + i]
+            page = tables[table, j * (_TILE // bs) + i]
             plgpu.copy_gmem_to_smem(pool.at[page, :, 0], ring.at[slot, pl.ds(i * bs, bs)], kv_ready.at[slot])
 
     @pl.when(wg == 0)
@@ -130,8 +139,7 @@ def _body(
 
     plgpu.barrier_wait(q_ready)
     shape = (ROWS, _HALF)
-    row = lax.div(mg.iota(shape, 0) + block * ROWS, heads)
-    last_key = kv_len - q_per_seq + row
+    last_keys = kv_len - q_per_seq + lax.div(mg.row_iota(ROWS) + block * ROWS, heads)  # per row: a full tile would cost registers
 
     def exchange(mine, combine):
         """combine(this warpgroup's row values, the other's)."""
@@ -161,6 +169,7 @@ def _body(
         keys = latent.at[pl.ds(wg * _HALF, _HALF)]
         scores = mg.product(q_smem, keys.transpose((1, 0))) * scale2
         key = j * _TILE + wg * _HALF + mg.iota(shape, 1)
+        last_key = mg.over_rows(last_keys, shape)
         visible = key <= last_key
         if window is not None:
             visible &= key > last_key - window
@@ -203,5 +212,6 @@ def _each_chunk(wg, ref, half_v: int, apply) -> None:
 
     So a buffer may be rewritten for the next tile while the other warpgroup still multiplies with its own half.
     """
-    for start in range(0, ref.shape[1], _CHUNK):
-        pl.when(wg == min(start // half_v, 1))(functools.partial(apply, pl.ds(start, _CHUNK)))
+    first, last = half_v // _CHUNK, ref.shape[1] // _CHUNK
+    low, high = jnp.where(wg == 0, 0, first), jnp.where(wg == 0, first, last)
+    lax.fori_loop(low, high, lambda i, _: apply(pl.ds(i * _CHUNK, _CHUNK)), None)

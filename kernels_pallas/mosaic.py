@@ -74,6 +74,10 @@ def iota(shape: tuple[int, int], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
+def row_iota(rows: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+
+
 def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 

@@ -167,8 +167,7 @@ def _body(tables, lens, q, k_pool, v_pool, out, lse_out, *, scale2, splits, padd
         pl.when(low + i < high)(functools.partial(fetch, low + i))
     plgpu.barrier_wait(scratch["q_ready"])
     shape = (ROWS, _TILE)
-    row = lax.div(mg.iota(shape, 0), group)
-    last_key = kv_len - q_per_seq + row
+    last_keys = kv_len - q_per_seq + lax.div(mg.row_iota(ROWS), group)
 
     def step(j, carry):
         acc, top, total = carry
@@ -180,6 +179,7 @@ def _body(tables, lens, q, k_pool, v_pool, out, lse_out, *, scale2, splits, padd
         pl.when(partial_tile < _TILE)(lambda: (mg.zero_dead_rows(v, partial_tile), plgpu.commit_smem())[0])
         scores = mg.product(q_smem, k.transpose((1, 0))) * scale2
         key = j * _TILE + mg.iota(shape, 1)
+        last_key = mg.over_rows(last_keys, shape)
         visible = key <= last_key
         if window is not None:
             visible &= key > last_key - window
