@@ -18,8 +18,11 @@ import numpy as np
 
 from deepinfer_jax import mesh_link
 from deepinfer_jax.admission import PromptInput, check_request, tokenize_prompt
-from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.loading import ModelSource
+from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.parallel import make_mesh
 from deepinfer_jax.pd_config import DisaggregationConfig, assign_devices, role_args
 from deepinfer_jax.pd_coordinator import Coordinator
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
@@ -57,8 +60,20 @@ class DisaggregatedEngine(Coordinator):
     def _build(self, args: dict[EngineType, EngineArgs], devices: list[Any]) -> None:
         c = self.pd
         chosen = assign_devices(args, c, devices)
-        self.prompt_engines = [PromptEngine(args[EngineType.PROMPT], devices=d) for d in chosen[EngineType.PROMPT]]
-        self.completion_engines = [CompletionEngine(args[EngineType.COMPLETION], devices=d) for d in chosen[EngineType.COMPLETION]]
+        weights: dict[Any, LoadedModel] = {}  # engines on the same devices, with the same layout, share theirs
+
+        def make(cls: type, role: EngineType, index: int) -> Any:
+            source, mine = ModelSource.find(args[role]), chosen[role][index]
+            engine_config = EngineConfig.resolve(args[role], source.config)
+            key = (tuple(d.id for d in mine), repr((engine_config.axes, engine_config.dtype, engine_config.quantization, source.config)))
+            if key not in weights:
+                weights[key] = source.load(engine_config, make_mesh(engine_config.axes, mine))
+            return cls(args[role], devices=mine, weights=weights[key])
+
+        self.prompt_engines: list[PromptEngine] = [make(PromptEngine, EngineType.PROMPT, i) for i in range(c.prompt_engines)]
+        self.completion_engines: list[CompletionEngine] = [
+            make(CompletionEngine, EngineType.COMPLETION, i) for i in range(c.completion_engines)
+        ]
         for i, engine in enumerate(self.prompt_engines):
             engine.start_hand_over(f"PROMPT_{i}", self, c.handoff)
         for i, engine in enumerate(self.completion_engines):

@@ -92,6 +92,8 @@ class LLMEngine(EngineStateMixin):
         self._seeds = np.random.default_rng(args.seed)
         self._lock = threading.RLock()
         self._counter = itertools.count()
+        if args.snapshot_on_sigterm is not None:
+            self.snapshot_on_sigterm(args.snapshot_on_sigterm)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, **kwargs: Any) -> LLMEngine:

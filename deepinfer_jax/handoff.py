@@ -225,12 +225,13 @@ def check_layouts(source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
         raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(problems))
 
 
-def model_fingerprint(folder: str | Path, config: Any) -> str:
-    """Equal for equal checkpoints: the model's configuration and samples of every weight file, a few hundred kilobytes in all."""
-    digest = hashlib.sha256(repr(config).encode())
+def model_fingerprint(folder: str | Path) -> str:
+    """Equal for equal checkpoints: config.json and samples of every weight file, a few hundred kilobytes in all."""
+    digest = hashlib.sha256()
     folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-    for file in files:
+    if (folder / "config.json").is_file():
+        digest.update((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as f:

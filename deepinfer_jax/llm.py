@@ -13,8 +13,10 @@ from tqdm import tqdm
 from deepinfer_jax import environ
 from deepinfer_jax.admission import PromptInput
 from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.disaggregate import DisaggregatedEngine
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.pd_config import DisaggregationConfig
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.tokenizer import Tokenizer
 
@@ -52,15 +54,22 @@ class LLM:
         warm_up: bool = False,
         disable_log_stats: bool = True,
         devices: Seq[Any] | None = None,
+        disaggregate: str | None = None,
+        prompt_mesh: Mapping[str, Any] | None = None,
+        completion_mesh: Mapping[str, Any] | None = None,
+        disaggregation: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all.
 
+        disaggregate="2P:1D" prefills on two engines and decodes on a third, each with its own devices and thread. prompt_mesh and
+        completion_mesh give arguments to one role only ({"data_parallel_size": 2, "devices": [...]}); either alone means 1P:1D.
+        disaggregation: further fields of `DisaggregationConfig` (time-outs, router, reservations).
         A warm-up shows a progress bar on stderr.
         """
         if not environ.is_set("PREFILL_ATTEMPT_INTERVAL"):
             engine_args.setdefault("prefill_attempt_interval", OFFLINE_PREFILL_INTERVAL)
-        args = EngineArgs(
+        fields = dict(
             model=str(model),
             tokenizer=tokenizer,
             trust_remote_code=trust_remote_code,
@@ -74,6 +83,13 @@ class LLM:
         )
         self._decode = decode_sequence
         self._serial = itertools.count()
+        self.engine: LLMEngine | DisaggregatedEngine
+        if any(x is not None for x in (disaggregate, prompt_mesh, completion_mesh, disaggregation)):
+            meshes = {"prompt_mesh": prompt_mesh or {}, "completion_mesh": completion_mesh or {}}
+            config = DisaggregationConfig.parse(disaggregate, **meshes, **(disaggregation or {}))
+            self.engine = DisaggregatedEngine(fields, config, devices)
+            return
+        args = EngineArgs(**fields)
         with tqdm(desc="compiling", unit="program", disable=not warm_up, dynamic_ncols=True) as bar:
             self.engine = LLMEngine(args, devices=devices, warm_up_progress=partial(show_warm_up, bar))
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deepinfer_jax.admission import check_request, new_detokenizer, new_sequence
+from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.detokenizer import IncrementalDetokenizer
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.handoff import HandoffConfig, Link, Message, Refused, RequestState, make_layout, model_fingerprint
@@ -56,13 +57,12 @@ class _HandoverEngine(LLMEngine):
 
     def layout(self) -> dict[str, Any]:
         """See `handoff.check_layouts`."""
-        folder = resolve_model_path(self.args.model)
-        fingerprint = model_fingerprint(folder, self.model_config)
+        fingerprint = model_fingerprint(resolve_model_path(self.args.model))
         return make_layout(self.config.role, fingerprint, self.mover.describe(), self.config.max_model_len)
 
     def prepare_link(self, peer: str, peer_tp: int) -> None:
         """Compiles what a peer with another tp needs. Before the first transfer, under the engine's lock."""
-        with self._lock:
+        with self._lock, compile_watch().expected():
             self._cuts[peer] = self.mover.prepare_for(peer_tp)
 
 
@@ -90,6 +90,10 @@ class PromptEngine(_HandoverEngine):
             request = super().add_request(request_id, prompt, params, **options)
             self._by_key[request.request_id] = request.completions[0]
             return request
+
+    def adopt_request(self, request: Request) -> None:
+        super().adopt_request(request)
+        self._by_key[request.request_id] = request.completions[0]
 
     def set_seed(self, request_id: str, seed: int) -> None:
         """The 64-bit seed of the draws of a request just added (the coordinator draws it, so that retries repeat it)."""

@@ -96,12 +96,13 @@ def test_a_layout_mismatch_names_both_values(change, message):
 
 
 def test_fingerprints_tell_weights_and_configs_apart(tmp_path):
-    for name, content in (("a", b"x" * 100_000), ("b", b"x" * 99_999 + b"y"), ("c", b"x" * 100_000)):
+    cases = {"a": (b"x" * 100_000, "{}"), "b": (b"y" + b"x" * 99_999, "{}"), "c": (b"x" * 100_000, "{}"), "d": (b"x" * 100_000, "{1}")}
+    for name, (content, config) in cases.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(content)
-    a, b, c = (model_fingerprint(tmp_path / n, "config") for n in "abc")
-    assert a == c and a != model_fingerprint(tmp_path / "a", "other config")
-    assert a == model_fingerprint(tmp_path / "c", "config") and len({a, b}) == 2 - (a == b)
+        (tmp_path / name / "config.json").write_text(config)
+    a, b, c, d = (model_fingerprint(tmp_path / n) for n in "abcd")
+    assert a == c and len({a, b, d}) == 3
 
 
 def test_request_state_is_plain_values():
