@@ -105,6 +105,18 @@ class EngineArgs:
     """NORMAL: decode steps between two votes to prefill if all ranks want to; None: DEEPINFER_PREFILL_ATTEMPT_INTERVAL (70)."""
     prefill_any_attempt_interval: int | None = None
     """NORMAL: the same if any rank wants to; None: DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL (100)."""
+    kv_store: str | None = None
+    """Folder of a KV store: computed prefixes are saved there, and read instead of computed; processes may share it."""
+    kv_store_bytes: int | None = None
+    """The most bytes the KV store may take on disk, least recently used ones going first; None: no limit."""
+    kv_host_bytes: int = 0
+    """Host memory for computed prefixes, in front of the KV store or without one; 0: none."""
+    kv_store_write: str = "through"
+    """When saved prefixes reach the disk: "through" at once, "back" when host memory is full or the engine closes."""
+    kv_store_namespace: str = "shared"
+    """Who may read what is saved: "shared" everybody (cache_salt keeps apart), "user" only requests of the same user_id."""
+    snapshot_on_sigterm: str | None = None
+    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     """Further fields of SchedulerConfig."""
 
@@ -151,6 +163,10 @@ class EngineConfig:
         return self.role.policy
 
     @property
+    def uses_kv_store(self) -> bool:
+        return self.args.kv_store is not None or self.args.kv_host_bytes > 0
+
+    @property
     def runtime_max_model_len(self) -> int:
         """Exclusive bound of every position, optimistic draft and in-flight rows included."""
         return self.max_model_len + self.nextn + (self.nextn + 1 if self.zos else 0) + self.nextn
@@ -180,6 +196,13 @@ class EngineConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
         if args.engine_type.policy.allows_recompute is False and not args.stop_preempted_request:
             raise ValueError(f"a {role.name} engine cannot recompute preempted requests: it needs stop_preempted_request=True")
+        if args.kv_store_write not in ("through", "back") or args.kv_store_namespace not in ("shared", "user"):
+            raise ValueError(
+                f"kv_store_write must be through or back, kv_store_namespace shared or user, got {args.kv_store_write!r} and "
+                f"{args.kv_store_namespace!r}"
+            )
+        if args.kv_store_write == "back" and not args.kv_host_bytes:
+            raise ValueError("kv_store_write='back' keeps prefixes in host memory first: it needs kv_host_bytes")
         nextn = 0  # no draft head is loaded by the models here; the scheduler takes any number
         limit = model_config.max_position_embeddings
         max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
@@ -221,7 +244,7 @@ class EngineConfig:
             zos=self.zos,
             context_parallel_size=self.context_parallel_size,
             num_state_slots=num_state_slots,
-            enable_prefix_caching=a.enable_prefix_caching,
+            enable_prefix_caching=a.enable_prefix_caching or (self.uses_kv_store and self.policy.does_prefill),
             prefill_attempt_interval=_or_environment(a.prefill_attempt_interval, "PREFILL_ATTEMPT_INTERVAL"),
             prefill_any_attempt_interval=_or_environment(a.prefill_any_attempt_interval, "PREFILL_ANY_ATTEMPT_INTERVAL"),
             prefill_max_sum_seqlen_k=environ.get("PREFILL_MAX_SUM_SEQLEN_K"),

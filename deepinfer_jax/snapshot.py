@@ -1,0 +1,251 @@
+"""Engine snapshots: all live requests with their KV, written by Orbax while serving goes on, restored into any engine of the model.
+
+    job = engine.snapshot(folder)          # copies aside between two steps, then writes in a thread
+    job.wait()                             # a snapshot exists from here on; a crash before leaves the previous one
+    ids = other.restore(folder)            # another mesh, dp, ep, tp, pool size or role; other.step() goes on with the same tokens
+
+What is copied: used blocks only (and those the prefix cache can find), gathered on the device behind the steps that wrote them.
+The folder is an Orbax CheckpointManager with one step per snapshot, the two newest kept: items `arrays` (StandardSave) and `meta`
+(JsonSave). Arrays carry a CRC-32 each. The block size must be the same on both sides; block ids are not part of a snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax import snapshot_state
+from deepinfer_jax.scheduler import resume
+from deepinfer_jax.snapshot_state import Rows
+
+if TYPE_CHECKING:
+    from deepinfer_jax.engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2
+_writing = threading.Lock()  # two writers of one folder would take the same step number
+
+
+class SnapshotError(ValueError):
+    """A snapshot is missing or damaged; the message names its folder and what is wrong."""
+
+
+@dataclass
+class Snapshot:
+    """arrays: {"blocks" | "states": {cache: [rows, layers, *entry]}}, whole entries whatever tp is."""
+
+    meta: dict[str, Any]
+    arrays: dict[str, dict[str, np.ndarray]]
+
+
+@dataclass
+class Capture:
+    """A snapshot whose arrays are still on the device: payloads per kind, in row order."""
+
+    meta: dict[str, Any]
+    mover: Any
+    payloads: dict[str, list[Any]]
+
+    def to_host(self) -> Snapshot:
+        """Waits for the device; any thread."""
+        arrays = {}
+        for kind, payloads in self.payloads.items():
+            parts = [self.mover.to_host(p) for p in payloads]
+            arrays[kind] = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+        return Snapshot(self.meta, arrays)
+
+
+@dataclass
+class SnapshotJob:
+    """A snapshot being written. pause: seconds during which no step could run."""
+
+    folder: Path
+    pause: float = 0.0
+    step: int | None = None
+    nbytes: int = 0
+    _error: BaseException | None = None
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The snapshot's number, once it is on disk. Raises what writing raised; TimeoutError."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"snapshot into {self.folder} is not written after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self.step
+
+
+# ---- taking -------------------------------------------------------------------------------------------------------------------
+
+
+def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
+    """Captures between two steps and starts writing. ValueError for an engine of several processes."""
+    if jax.process_count() > 1:
+        raise ValueError(f"a snapshot covers one process, this engine's job has {jax.process_count()}")
+    job = SnapshotJob(Path(folder).absolute())
+    own = snapshot_state.layout(engine)  # builds the copy programs, if need be, before any step has to wait
+
+    def timed() -> Capture:
+        start = time.perf_counter()
+        captured = capture(engine, own)
+        job.pause = time.perf_counter() - start
+        return captured
+
+    captured = engine.at_step_boundary(timed)
+    threading.Thread(target=_write_job, args=(job, captured), name="snapshot", daemon=True).start()
+    return job
+
+
+def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
+    """Everything as of now; enqueues copies on the device, waits for the step in flight only. Under the engine's lock."""
+    engine.drain()
+    mover, ranks = engine.ensure_mover(), len(engine.schedulers)
+    rows = {"blocks": Rows(ranks), "states": Rows(ranks)}
+    requests = [snapshot_state.record_request(engine, r, rows["blocks"], rows["states"]) for r in engine._requests.values()]
+    prefix = [
+        [*rows["blocks"].add(rank, page.block), page.parent, page.content.hex(), page.node]
+        for rank, s in enumerate(engine.schedulers)
+        for page in resume.cached_pages(s.blocks)
+    ]
+    meta = {
+        "layout": own_layout,
+        "role": engine.config.role.name,
+        "created": time.time(),
+        "requests": requests,
+        "outputs": [snapshot_state.record_output(o) for o in engine._undelivered],
+        "prefix": prefix,
+        "seeds": engine._seeds.bit_generator.state,
+        "offsets": {kind: r.offsets() for kind, r in rows.items()},
+    }
+    payloads = {}
+    for kind in mover.kinds:
+        gathered = [p for per_rank in mover.gather(rows[kind].ids, kind) for p in per_rank] if len(rows[kind]) else []
+        if gathered:
+            payloads[kind] = gathered
+    return Capture(meta, mover, payloads)
+
+
+def _write_job(job: SnapshotJob, captured: Capture) -> None:
+    try:
+        snapshot = captured.to_host()
+        captured.payloads.clear()
+        job.nbytes = sum(a.nbytes for caches in snapshot.arrays.values() for a in caches.values())
+        job.step = write(snapshot, job.folder)
+    except Exception as error:
+        logger.exception("snapshot into %s failed", job.folder)
+        job._error = error
+    finally:
+        job._done.set()
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------------
+
+
+def write(snapshot: Snapshot, folder: Path) -> int:
+    """Writes one step of the folder's CheckpointManager; returns its number. Complete or not there."""
+    import orbax.checkpoint as ocp  # takes seconds to import: only who snapshots pays
+
+    arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
+    described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
+    meta = snapshot.meta | {"arrays": described}
+    with _writing, _manager(folder, max_to_keep=KEPT) as manager:
+        step = (manager.latest_step() or 0) + 1
+        items = {"meta": ocp.args.JsonSave(meta)}
+        if arrays:
+            items["arrays"] = ocp.args.StandardSave(arrays)
+        manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    return step
+
+
+def load(folder: str | Path, step: int | None = None) -> Snapshot:
+    """The newest complete snapshot of a folder, or number `step`. Raises SnapshotError if there is none or it is damaged."""
+    import orbax.checkpoint as ocp
+
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        raise SnapshotError(f"{folder}: no such folder of snapshots")
+    with _manager(folder, read_only=True) as manager:
+        step = manager.latest_step() if step is None else step
+        if step is None or step not in manager.all_steps():
+            raise SnapshotError(f"{folder}: no complete snapshot{'' if step is None else f' {step}'}; there are {manager.all_steps()}")
+        try:
+            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            described = meta.pop("arrays")
+            arrays: dict[str, dict[str, np.ndarray]] = {}
+            if described:
+                target = {k: {n: np.empty(shape, _dtype(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
+                arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
+        except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
+            raise SnapshotError(f"{folder}: snapshot {step} is damaged: {type(error).__name__}: {error}") from error
+    for kind, caches in arrays.items():
+        for name, array in caches.items():
+            if checksum(array) != described[kind][name][2]:
+                raise SnapshotError(f"{folder}: snapshot {step} is damaged: checksum of {kind}/{name} differs")
+    return Snapshot(meta, arrays)
+
+
+def _manager(folder: Path, **options: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options))
+
+
+def checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
+
+
+def _dtype(name: str) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+# ---- SIGTERM ------------------------------------------------------------------------------------------------------------------
+
+
+def snapshot_on_sigterm(engine: LLMEngine, folder: str | Path) -> None:
+    """From now on SIGTERM first takes a snapshot, then ends the process as it would have. Main thread only.
+
+    Steps go on while the snapshot is written. jax.distributed's preemption service takes SIGTERM for itself: set
+    jax_enable_preemption_service=False in such jobs.
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def save_and_exit() -> None:
+        try:
+            logger.warning("SIGTERM: taking a snapshot into %s", folder)
+            take(engine, folder).wait()
+        except Exception:
+            logger.exception("no snapshot could be taken")
+        finally:
+            finished.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    finished, started = threading.Event(), threading.Event()
+
+    def handler(number: int, frame: Any) -> None:
+        if finished.is_set():
+            signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not started.is_set():
+            started.set()
+            threading.Thread(target=save_and_exit, name="snapshot-on-sigterm", daemon=False).start()
+
+    signal.signal(signal.SIGTERM, handler)

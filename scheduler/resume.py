@@ -1,0 +1,119 @@
+"""Taking the state of a scheduler apart and putting it together in another one: what snapshots and a KV store need.
+
+Nothing here knows where the blocks' contents go: the caller copies them. Between steps only, with no step in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from deepinfer_jax.scheduler.block_manager import BlockManager
+    from deepinfer_jax.scheduler.scheduler import Scheduler
+
+DECODING = (SequenceStatus.PROMPTED, SequenceStatus.RUNNING, SequenceStatus.DETACHED)
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    """A block that the prefix cache can find. parent: node of the page before, or the cache salt of a first page."""
+
+    block: int
+    parent: int | str
+    content: bytes
+    node: int
+
+
+def held_blocks(s: Scheduler, seq: Sequence) -> np.ndarray:
+    """i32: the blocks that hold the sequence's computed tokens, last one perhaps in part. Raises ValueError with steps in flight."""
+    if seq.num_in_flight:
+        raise ValueError(f"request {seq.request_id!r}: {seq.num_in_flight} steps are in flight")
+    return seq.block_ids[: s.config.pages(seq.num_cached)]
+
+
+def order_key(s: Scheduler, seq: Sequence) -> tuple[int, int]:
+    """Sorts sequences as they should be resumed: those that decode by admission, `prompted`, then `waiting` in its order."""
+    if seq.status is SequenceStatus.RUNNING:
+        return 0, int(s.slots.admission[seq.slot])
+    queue = s.prompted if seq.status is SequenceStatus.PROMPTED else s.waiting
+    position = next((i for i, other in enumerate(queue) if other is seq), len(queue))
+    return (1 if seq.status in DECODING else 2), position
+
+
+def cached_pages(blocks: BlockManager) -> list[CachedPage]:
+    """Every page the prefix cache can find, the least recently used ones first, those in use last."""
+    entries = blocks._entries
+    order = [*blocks._evictable, *sorted(b for b in entries if b not in blocks._evictable)]
+    return [CachedPage(b, *entries[b][1:]) for b in order]
+
+
+def resume_decoding(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
+    """Queues a sequence whose tokens but the last have KV in `blocks` i32 [pages] (allocated or pinned for it): it decodes next.
+
+    Raises ValueError when the role does not decode, the blocks do not match the tokens, or it would end at once.
+    """
+    if not s.policy.does_decode:
+        raise ValueError(f"request {seq.request_id!r}: a {s.config.role.name} engine does not decode")
+    if seq.num_cached != seq.num_tokens - 1 or blocks.size != s.config.pages(seq.num_cached):
+        raise ValueError(f"request {seq.request_id!r}: {seq.num_cached} of {seq.num_tokens - 1} tokens cached in {blocks.size} blocks")
+    if seq.num_tokens >= s.max_len_of(seq):
+        raise ValueError(f"request {seq.request_id!r}: {seq.num_tokens} tokens reach the limit of {s.max_len_of(seq)}")
+    _take(s, seq, blocks)
+    seq._decoding = True
+    seq.status = SequenceStatus.PROMPTED
+    s.prompted.append(seq)
+    s.prefix.register(seq)
+
+
+def resume_waiting(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
+    """Appends a sequence to `waiting`; `blocks` hold its first num_cached tokens (none: it starts from nothing)."""
+    if not s.policy.does_prefill:
+        raise ValueError(f"request {seq.request_id!r}: a {s.config.role.name} engine does not prefill")
+    if blocks.size != s.config.pages(seq.num_cached):
+        raise ValueError(f"request {seq.request_id!r}: {seq.num_cached} tokens cached in {blocks.size} blocks")
+    _take(s, seq, blocks)
+    s.waiting.append(seq)
+    s.prefix.register(seq)
+
+
+def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
+    s.register(seq)
+    seq._blocks = np.array(blocks, np.int32)
+    seq._enqueue_time = s.clock()
+    if blocks.size:
+        seq.state_id = s.states.allocate()
+    s.order.arrived(seq)
+
+
+def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes]) -> tuple[list[tuple[int, int]], int | str]:
+    """Makes consecutive pages findable in blocks that the caller fills before the next step; they stay cached, held by nobody.
+
+    Returns ([(block, index into contents)] of the pages that were not known, node of the last page). Ends early when blocks run
+    out or a hash is taken; never evicts a page of its own chain.
+    """
+    new: list[tuple[int, int]] = []
+    pinned: list[int] = []
+    for i, content in enumerate(contents):
+        known = blocks.lookup(parent, content)
+        if known is not None:
+            block, parent = known
+            blocks.pin(np.array([block], np.int32))
+            pinned.append(block)
+            continue
+        if not blocks.num_free:
+            break
+        block = int(blocks.allocate(1)[0])
+        node = blocks.register(block, parent, content)
+        pinned.append(block)
+        if node is None:
+            break
+        new.append((block, i))
+        parent = node
+    blocks.unpin(np.array(pinned, np.int32))
+    return new, parent

@@ -1,0 +1,92 @@
+"""Snapshot at a random step, restore elsewhere, same tokens.
+
+The killed process is realised in two ways: most trials drop what the source engine holds and go on in another engine of this
+process (an engine takes seconds to build); tests in test_snapshot_process.py kill a real process with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import pytest
+from snapshot_cases import Collector, assert_same, random_requests, run, tiny_engine
+
+from deepinfer_jax import snapshot, snapshot_resume, snapshot_state
+
+TRIALS = 200
+ON_DISK = 8  # every so many trials go through files
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return [tiny_engine(), tiny_engine(zero_overhead_scheduling=True, num_decode_steps=2)]
+
+
+@pytest.fixture(scope="module")
+def targets():
+    devices = jax.devices()
+    return [
+        tiny_engine(data_parallel_size=8, num_blocks=14),
+        tiny_engine(data_parallel_size=2, devices=devices[2:4], num_blocks=40, zero_overhead_scheduling=True),
+        tiny_engine(num_blocks=16, devices=devices[5:6]),  # smaller: some of it is computed again
+        tiny_engine(tensor_parallel_size=2, devices=devices[6:8], enable_prefix_caching=False, num_blocks=60),
+    ]
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return tiny_engine(data_parallel_size=8, num_blocks=14)
+
+
+def start(engine, rng, count):
+    requests = random_requests(rng, count)
+    for request_id, prompt, params in requests:
+        engine.add_request(request_id, prompt, params)
+    return {request_id: params.output_kind for request_id, _, params in requests}
+
+
+def drop_everything(engine):
+    engine.abort_request(list(engine._requests))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.check_integrity()
+    for s in engine.schedulers:
+        s.blocks.drop_cache()
+
+
+def trial(number, source, target, folder=None):
+    rng = random.Random(number)
+    kinds = start(source, rng, rng.randrange(2, 7))
+    before = Collector()
+    run(source, before, kinds, rng.randrange(0, 30))
+    if folder is None:
+        own = snapshot_state.layout(source)
+        captured = source.at_step_boundary(lambda: snapshot.capture(source, own))
+    else:
+        job = source.snapshot(folder)
+    after = before.copy()
+    run(source, after, kinds)  # serving goes on; nothing of it is in the snapshot
+    if folder is None:
+        loaded = captured.to_host()
+        target.at_step_boundary(lambda: snapshot_resume.put(target, loaded))
+    else:
+        job.wait(60)
+        target.restore(folder)
+    target.check_integrity()
+    run(target, before, kinds)
+    assert_same(before, after)
+    for engine in (source, target):
+        drop_everything(engine)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_trials(part, sources, targets, tmp_path):
+    for number in range(part, TRIALS, 4):
+        folder = tmp_path / "snapshots" if number // 4 % ON_DISK == 0 else None
+        trial(number, sources[number // 4 % len(sources)], targets[part], folder)
+
+
+def test_eight_devices_to_two(wide, targets, tmp_path):
+    for number in range(1000, 1012):
+        trial(number, wide, targets[1], tmp_path if number % 4 == 0 else None)
