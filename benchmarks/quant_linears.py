@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.models.layers.quant import dot_last, quant_format
+from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 
 def layer_stack(matmul):
@@ -54,7 +54,7 @@ def main() -> None:
     for name in (None, "int8", "int4"):
         store = (lambda w: (w,)) if name is None else quant_format(name).quantize
         layers = [[tuple(map(jnp.asarray, store(w))) for w in layer] for layer in weights]
-        fn = layer_stack(dot_last if name is None else quant_format(name).matmul)
+        fn = layer_stack(float_matmul if name is None else quant_format(name).matmul)
         for rows in args.rows:
             fastest, median = measure(fn, jnp.asarray(rng.standard_normal((rows, h)), jnp.float32), layers)
             print(f"{name or 'float32':8} rows {rows:4}  fastest {fastest:8.2f} ms  median {median:8.2f} ms", flush=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from deepinfer_jax.models.layers.linear import make_kernel, stored_parts
-from deepinfer_jax.models.layers.quant import dot_last, quant_format
+from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 
 class Embedding(nnx.Module):
@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
     def attend(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, dim] -> float32 logits [R, vocab]."""
         if self.quant is None:
-            return dot_last(hidden, self.kernel[...], jnp.float32)
+            return float_matmul(hidden, self.kernel[...], jnp.float32)
         return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)
 
 
@@ -44,5 +44,5 @@ class LMHead(nnx.Module):
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         if self.quant is None:
-            return dot_last(hidden, self.kernel[...], jnp.float32)
+            return float_matmul(hidden, self.kernel[...], jnp.float32)
         return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.layers.param import param, psum_tp
-from deepinfer_jax.models.layers.quant import dot_last, quant_format
+from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 WHOLE = ParallelAxes()
 
@@ -55,7 +55,7 @@ class Linear(nnx.Module):
     def matmul(self, x: jax.Array) -> jax.Array:
         """x . kernel without bias and without the sum over tp."""
         if self.quant is None:
-            return dot_last(x, self.kernel[...])
+            return float_matmul(x, self.kernel[...])
         return quant_format(self.quant).matmul(x, *stored_parts(self, "kernel", self.quant))
 
 

@@ -10,9 +10,10 @@ fp8    kernel float8_e4m3fn [N, K], scale float32 [ceil(N/128), ceil(K/128)]    
 int4: each run of 64 inputs takes 32 bytes: its first 32 inputs (one group) are the low nibbles, the other 32 the high ones.
 `group` is 1..18, so (q - 8) * group is an exact int8 and the matmul is the int8 one.
 
-On a CPU the int8 product is computed with int8 instructions and without loss: a float32 activation is written as three int8
+On a CPU products run in compiled code (kernels_pallas/cpu_matmul.py; docs/decisions/011-cpu-matmul.md). Where that cannot be
+built, the int8 product is computed with int8 instructions and without loss: a float32 activation is written as three int8
 digits in base 254 (relative error 2^-23), all digits go through one int8 x int8 -> int32 product, and the sums are put
-together in float32. That reads one byte per weight and never writes a dequantised one. Elsewhere the weights are
+together in float32. That reads one byte per weight and never writes a dequantised one. Off the CPU the weights are
 converted on the way into the matmul, which XLA fuses. Measured: docs/decisions/010-quantised-linears-on-cpu.md.
 """
 
@@ -26,6 +27,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from deepinfer_jax.kernels_pallas import cpu_matmul
+
 INT4_GROUP = 32
 INT4_MAX_GROUP_FACTOR = 18  # 7 * 18 = 126 fits int8
 FP8_BLOCK = 128
@@ -38,6 +41,21 @@ def dot_last(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> 
     """x [..., K] . w [N, K] -> [..., N]: contracts the last dimension of both, so weights keep their checkpoint layout."""
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, w, dims, preferred_element_type=preferred)
+
+
+def float_matmul(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> jax.Array:
+    """`dot_last` for float weights, by the compiled CPU product where there is one."""
+    if w.dtype not in (jnp.float32, jnp.bfloat16) or not cpu_matmul.in_use():
+        return dot_last(x, w, preferred)
+    out = jnp.result_type(x, w) if preferred is None else preferred
+
+    def native(x: jax.Array, w: jax.Array) -> jax.Array:
+        return cpu_matmul.matmul_nt(x, w).astype(out)
+
+    def xla(x: jax.Array, w: jax.Array) -> jax.Array:
+        return dot_last(x, w, preferred)
+
+    return on_platform(native, xla, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
 
 
 def on_platform(cpu: Callable, other: Callable, *args: jax.Array) -> jax.Array:
@@ -83,6 +101,9 @@ def add_digits(sums: jax.Array) -> jax.Array:
 def int8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
     """x [..., K], q int8 [N, K], scale [N] -> [..., N] in x's dtype."""
 
+    def native(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
+        return cpu_matmul.matmul_nt(x, q, scale=scale, format="int8").astype(x.dtype)
+
     def with_digits(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
         digits, step = int8_digits(x)
         sums = dot_last(digits.reshape(-1, x.shape[-1]), q, jnp.int32)
@@ -91,7 +112,8 @@ def int8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
     def converted(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
         return (dot_last(x, q.astype(x.dtype), jnp.float32) * scale).astype(x.dtype)
 
-    flat = on_platform(with_digits, converted, x.reshape(-1, x.shape[-1]), q, scale)
+    cpu = native if cpu_matmul.in_use() else with_digits
+    flat = on_platform(cpu, converted, x.reshape(-1, x.shape[-1]), q, scale)
     return flat.reshape(*x.shape[:-1], -1)
 
 
@@ -133,6 +155,9 @@ def _int4_dequantize(dtype: jnp.dtype, q: jax.Array, group: jax.Array, scale: ja
 def int4_matmul(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
     """x [..., K], q uint8 [N, K/2], group int8 [N, K/32], scale [N] -> [..., N] in x's dtype."""
 
+    def native(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
+        return cpu_matmul.matmul_nt(x, q, group=group, scale=scale, format="int4").astype(x.dtype)
+
     def with_digits(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
         digits, step = int8_digits(x)
         rows = digits.reshape(DIGITS * x.shape[0], -1, 2, INT4_GROUP)
@@ -143,7 +168,8 @@ def int4_matmul(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) 
     def converted(x: jax.Array, q: jax.Array, group: jax.Array, scale: jax.Array) -> jax.Array:
         return dot_last(x, _int4_dequantize(x.dtype, q, group, scale))
 
-    flat = on_platform(with_digits, converted, x.reshape(-1, x.shape[-1]), q, group, scale)
+    cpu = native if cpu_matmul.in_use() else with_digits
+    flat = on_platform(cpu, converted, x.reshape(-1, x.shape[-1]), q, group, scale)
     return flat.reshape(*x.shape[:-1], -1)
 
 
