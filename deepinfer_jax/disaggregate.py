@@ -90,7 +90,11 @@ class DisaggregatedEngine(Coordinator):
     def _router_config(self) -> RouterConfig:
         # Prompts beyond a few steps wait in the router: placed late, and not prefilled while no completion engine has room.
         step = self.config.max_num_batched_tokens * len(self.prompt_engines[0].schedulers)
-        return RouterConfig(max_queued_tokens=4 * step, affinity_block=self.config.block_size if self.args.enable_prefix_caching else 0)
+        return RouterConfig(
+            max_queued_tokens=4 * step,
+            expected_output_fraction=self.pd.reserve_fraction,
+            affinity_block=self.config.block_size if self.args.enable_prefix_caching else 0,
+        )
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
