@@ -127,9 +127,15 @@ def new_sequence(engine: LLMEngine, request: Request, params: SamplingParams, to
         ignore_eos=params.ignore_eos,
         priority=params.priority,
         user_id=params.user_id,
-        cache_salt=params.cache_salt,
+        cache_salt=_cache_salt(engine, params),
         skip_prefix_cache=params.prompt_logprobs is not None,
     )
+
+
+def _cache_salt(engine: LLMEngine, params: SamplingParams) -> str:
+    """What keeps prefixes apart: the caller's salt, and the user where the KV store is not shared."""
+    own = engine.args.kv_store_namespace == "user"
+    return f"{params.user_id}\0{params.cache_salt}" if own else params.cache_salt
 
 
 def new_detokenizer(engine: LLMEngine, ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:

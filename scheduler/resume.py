@@ -91,14 +91,15 @@ def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     s.order.arrived(seq)
 
 
-def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes]) -> tuple[list[tuple[int, int]], int | str]:
+def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes], first: int) -> list[tuple[int, int]]:
     """Makes consecutive pages findable in blocks that the caller fills before the next step; they stay cached, held by nobody.
 
-    Returns ([(block, index into contents)] of the pages that were not known, node of the last page). Ends early when blocks run
-    out or a hash is taken; never evicts a page of its own chain.
+    contents: from the first page of the sequence on; those before `first` must be known, the others may be. Returns [(block, index
+    into contents)] of the pages that were not known. Ends early when blocks run out, a page before `first` is not known any more,
+    or a hash is taken.
     """
     new: list[tuple[int, int]] = []
-    pinned: list[int] = []
+    pinned: list[int] = []  # so that none of the chain is evicted to make room for a later one
     for i, content in enumerate(contents):
         known = blocks.lookup(parent, content)
         if known is not None:
@@ -106,7 +107,7 @@ def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes]) 
             blocks.pin(np.array([block], np.int32))
             pinned.append(block)
             continue
-        if not blocks.num_free:
+        if i < first or not blocks.num_free:
             break
         block = int(blocks.allocate(1)[0])
         node = blocks.register(block, parent, content)
@@ -116,4 +117,4 @@ def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes]) 
         new.append((block, i))
         parent = node
     blocks.unpin(np.array(pinned, np.int32))
-    return new, parent
+    return new
