@@ -17,6 +17,7 @@ from deepinfer_jax.disaggregate import DisaggregatedEngine
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.pd_config import DisaggregationConfig
+from deepinfer_jax.remote import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | None = None,
         tokenizer: str | None = None,
         trust_remote_code: bool = False,
         expert_parallel_size: int = 1,
@@ -58,6 +59,8 @@ class LLM:
         prompt_mesh: Mapping[str, Any] | None = None,
         completion_mesh: Mapping[str, Any] | None = None,
         disaggregation: Mapping[str, Any] | None = None,
+        router: str | None = None,
+        router_options: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all.
@@ -65,8 +68,20 @@ class LLM:
         disaggregate="2P:1D" prefills on two engines and decodes on a third, each with its own devices and thread. prompt_mesh and
         completion_mesh give arguments to one role only ({"data_parallel_size": 2, "devices": [...]}); either alone means 1P:1D.
         disaggregation: further fields of `DisaggregationConfig` (time-outs, router, reservations).
+        router="host:port" builds no engine: requests go to a deployment of other processes, which keeps its own arguments. Then
+        model says only where to find a tokenizer. router_options: further arguments of `RemoteEngine` (secret, time-out).
         A warm-up shows a progress bar on stderr.
         """
+        self._decode = decode_sequence
+        self._serial = itertools.count()
+        self.engine: LLMEngine | DisaggregatedEngine | RemoteEngine
+        if router is not None:
+            if engine_args or disaggregate is not None:
+                raise ValueError(f"with router={router!r} the engines' arguments are theirs; got {sorted(engine_args) or 'disaggregate'}")
+            self.engine = RemoteEngine(router, model, tokenizer, **(router_options or {}))
+            return
+        if model is None:
+            raise ValueError("give a model, or the router of a deployment")
         if not environ.is_set("PREFILL_ATTEMPT_INTERVAL"):
             engine_args.setdefault("prefill_attempt_interval", OFFLINE_PREFILL_INTERVAL)
         fields = dict(
@@ -81,9 +96,6 @@ class LLM:
             disable_log_stats=disable_log_stats,
             **engine_args,
         )
-        self._decode = decode_sequence
-        self._serial = itertools.count()
-        self.engine: LLMEngine | DisaggregatedEngine
         if any(x is not None for x in (disaggregate, prompt_mesh, completion_mesh, disaggregation)):
             meshes = {"prompt_mesh": prompt_mesh or {}, "completion_mesh": completion_mesh or {}}
             config = DisaggregationConfig.parse(disaggregate, **meshes, **(disaggregation or {}))

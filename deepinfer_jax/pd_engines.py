@@ -313,9 +313,7 @@ class CompletionEngine(_HandoverEngine):
 
 def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     """Plain values that `SamplingParams.from_dict` takes back."""
-    values = dataclasses.asdict(params)
-    values["output_kind"] = params.output_kind.name
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return params.to_dict()
 
 
 def request_state(c: Completion) -> RequestState:

@@ -118,6 +118,12 @@ class SamplingParams:
         seed = None if self.seed is None else (self.seed + index) % 2**64
         return self.replace(n=1, seed=seed)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` takes back."""
+        values = dataclasses.asdict(self)
+        values["output_kind"] = self.output_kind.name
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Parameters from a mapping such as one line of a JSONL file; an unknown name raises ValueError."""

@@ -1,0 +1,173 @@
+"""What the role scripts share: their flags, processes and devices, the engine, what is printed at start."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
+from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.handoff import HandoffConfig
+from deepinfer_jax.pd_config import ROLE_FIELDS
+from deepinfer_jax.remote import as_endpoint
+from deepinfer_jax.scheduler.roles import EngineType
+from deepinfer_jax.wire_hub import HubConfig
+from deepinfer_jax.wire_security import Security, is_loopback
+
+
+@dataclasses.dataclass
+class LaunchArgs:
+    """Flags of every engine process."""
+
+    router: str = "127.0.0.1:9510"
+    """The router's address, host:port."""
+    name: str | None = None
+    """Unique among the living engines; a restarted process should keep it. By default role, host and process number."""
+    data: str = "127.0.0.1:0"
+    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one)."""
+    advertise: str | None = None
+    """COMPLETION: the host by which prompt engines reach this process, where it is not the one in --data."""
+    secret_file: str | None = None
+    """File with the deployment's shared secret; needed as soon as anything listens on more than loopback."""
+    deadline: float = 10.0
+    """Seconds without progress after which a hand-over, a vote or a connection has failed."""
+    heartbeat: float = 0.5
+    """Seconds between signs of life."""
+    peer_timeout: float = 5.0
+    """Seconds of silence after which a peer is lost."""
+    drain_timeout: float = 60.0
+    """Seconds that requests get to finish after SIGTERM."""
+    reserve_fraction: float = 1.0
+    """COMPLETION: share of max_tokens that must be free before a request is taken."""
+    coordinator: str | None = None
+    """host:port of process 0, for one job of several processes."""
+    num_processes: int | None = None
+    """Processes of this job."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+    local_devices: tuple[int, ...] = ()
+    """Devices of this host that this process drives; by default all (one process per GPU: give its index)."""
+    cpu_devices: int | None = None
+    """On CPU: pretend to have this many devices."""
+
+
+def add_role_flags(parser: argparse.ArgumentParser, role: EngineType) -> None:
+    from deepinfer_jax.cli.common import add_model_flag
+
+    add_model_flag(parser)
+    add_dataclass_flags(parser, LaunchArgs, "process")
+    add_dataclass_flags(parser, EngineArgs, "engine", skip=("model", "engine_type"))
+
+
+def role_main(role: EngineType, description: str | None, argv: Sequence[str] | None = None) -> int:
+    """Parses flags, builds the role's engine, serves until drained. The exit code: 0 drained, 1 crashed, 2 bad input or refused
+    by the router, 3 the job has lost a process."""
+    parser = argparse.ArgumentParser(
+        prog=f"deepinfer-jax launch {role.name.lower()}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_role_flags(parser, role)
+    args = parser.parse_args(argv)
+    set_up_logging()
+    try:
+        launch = LaunchArgs(**dataclass_values(args, LaunchArgs))
+        values = {**ROLE_FIELDS.get(role, {}), **dataclass_values(args, EngineArgs), "engine_type": role}
+        return serve(role, launch, values)
+    except (ValueError, OSError) as error:
+        print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def set_up_logging() -> None:
+    level = os.environ.get("DEEPINFER_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -> int:
+    from deepinfer_jax.launch.processes import join_job
+
+    job = join_job(launch)  # before anything touches a device
+    from deepinfer_jax.launch.node import EngineNode, NodeConfig
+
+    security = Security.from_file(launch.secret_file)
+    as_endpoint(launch.router)
+    name = launch.name or f"{role.name.lower()}-{socket.gethostname()}"
+    config = NodeConfig(
+        router=as_endpoint(launch.router),
+        name=name if job.processes == 1 else f"{name}.{job.process}",
+        job=name,
+        process=job.process,
+        processes=job.processes,
+        data=as_endpoint(launch.data),
+        advertise=_advertised(launch),
+        security=security,
+        hub=HubConfig(heartbeat=launch.heartbeat, peer_timeout=launch.peer_timeout, connect_timeout=launch.deadline),
+        handoff=HandoffConfig(timeout=launch.deadline, retry_delay=0.002),
+        reserve_fraction=launch.reserve_fraction,
+        drain_timeout=launch.drain_timeout,
+    )
+    if role is EngineType.COMPLETION:
+        security.check_bind(config.data)
+    engine = build_engine(role, engine_values, job)
+    layout = engine_layout(engine)
+    print_banner(config.name, engine, layout, job)
+    return EngineNode(engine, config, layout, job.group).run()
+
+
+def _advertised(launch: LaunchArgs) -> str | None:
+    host = as_endpoint(launch.data).removeprefix("tcp://").rpartition(":")[0]
+    if launch.advertise is None and host in ("0.0.0.0", "*", "[::]"):
+        return socket.gethostname()
+    if launch.advertise is None and not is_loopback(host):
+        return None
+    return launch.advertise
+
+
+def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
+    from deepinfer_jax.engine import LLMEngine
+    from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
+
+    cls = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}.get(role, LLMEngine)
+    return cls(EngineArgs(**values), dp_group=job.group)
+
+
+def engine_layout(engine: Any) -> dict[str, Any]:
+    """handoff.make_layout, for a NORMAL engine too (it has no blocks to hand over)."""
+    from deepinfer_jax.handoff import PROTOCOL, model_fingerprint
+    from deepinfer_jax.models.resolve import resolve_model_path
+
+    if engine.policy.splits_prefill_decode:
+        return engine.layout()
+    c = engine.config
+    return {
+        "protocol": PROTOCOL,
+        "role": int(c.role),
+        "roles": {r.name: int(r) for r in EngineType},
+        "model": model_fingerprint(resolve_model_path(engine.args.model)),
+        "block_size": c.block_size,
+        "caches": {s.name: {"dtype": str(s.dtype), "layers": s.layers} for s in engine.runner.cache_specs},
+        "max_model_len": c.max_model_len,
+    }
+
+
+def print_banner(name: str, engine: Any, layout: dict[str, Any], job: Any) -> None:
+    """Role, mesh, model fingerprint and cache layout, one line each."""
+    axes, mesh = engine.config.axes, engine.mesh
+    caches = {n: " ".join(f"{k}={v}" for k, v in c.items()) for n, c in layout["caches"].items()}
+    lines = [
+        f"role {engine.config.role.name} ({int(engine.config.role)}), process {job.process} of {job.processes}",
+        f"mesh dp={axes.dp} ep={axes.ep} tp={axes.tp} over {mesh.devices.size} {mesh.devices.flat[0].platform} devices, "
+        f"ranks here: {list(engine.runner.placement.local_ranks)}",
+        f"model {Path(str(engine.args.model)).name}, fingerprint {layout['model']}, dtype {json.dumps(str(engine.config.dtype.__name__))}",
+        f"cache {engine.runner.num_blocks} blocks of {layout['block_size']} per rank, max_model_len {layout['max_model_len']}",
+        *(f"cache {n}: {text}" for n, text in caches.items()),
+    ]
+    for line in lines:
+        print(f"{name}: {line}", flush=True)

@@ -1,0 +1,109 @@
+"""/healthz, /metrics and /status of a router, on a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from deepinfer_jax.launch.cluster import Cluster
+
+PREFIX = "deepinfer_router_"
+ANSWER_TIMEOUT = 2.0
+
+
+def in_hub(cluster: Cluster, question: Callable[[], Any]) -> Any:
+    """The answer, from the thread that owns the cluster. queue.Empty if that thread is stuck."""
+    box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    cluster.hub.call(lambda: box.put(question()))
+    return box.get(timeout=ANSWER_TIMEOUT)
+
+
+class ClusterCollector(Collector):
+    """Values are collected when scraped."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        status = in_hub(self._cluster, self._cluster.status)
+        healthy = GaugeMetricFamily(PREFIX + "healthy", "1 while /healthz says 200")
+        healthy.add_metric([], float(status["health"]["status"] == "ok"))
+        yield healthy
+        for name, text in (("requests", "unfinished requests"), ("queued", "parts no engine has yet"), ("clients", "connected clients")):
+            family = GaugeMetricFamily(PREFIX + name, text)
+            family.add_metric([], status[name])
+            yield family
+        events = CounterMetricFamily(PREFIX + "events", "what has happened, by kind", labels=["event"])
+        for name, value in status["counters"].items():
+            events.add_metric([name], value)
+        yield events
+        engines = GaugeMetricFamily(PREFIX + "engines", "engines by role and state", labels=["role", "state"])
+        counts: dict[tuple[str, str], int] = {}
+        for e in status["engines"]:
+            counts[e["role"], e["state"]] = counts.get((e["role"], e["state"]), 0) + 1
+        for key, value in counts.items():
+            engines.add_metric(list(key), value)
+        yield engines
+        for name, text in (
+            ("waiting", "requests that wait in an engine"),
+            ("running", "requests that run in an engine"),
+            ("cache", "share of an engine's blocks in use"),
+            ("stuck", "seconds an engine's current step has taken"),
+        ):
+            family = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine", "role"])
+            for e in status["engines"]:
+                family.add_metric([e["name"], e["role"]], e.get(name, 0.0))
+            yield family
+
+
+def serve_http(cluster: Cluster, host: str, port: int) -> ThreadingHTTPServer:
+    """OSError, naming the address, if it cannot be bound."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ClusterCollector(cluster))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            try:
+                self._page()
+            except queue.Empty:
+                body = {"status": "unhealthy", "problems": [f"the router's thread has not answered for {ANSWER_TIMEOUT} s"]}
+                self._answer(503, json.dumps(body), "application/json")
+
+        def _page(self) -> None:
+            if self.path == "/healthz":
+                healthy, body = in_hub(cluster, cluster.health)
+                self._answer(200 if healthy else 503, json.dumps(body), "application/json")
+            elif self.path == "/metrics":
+                self._answer(200, generate_latest(registry).decode(), "text/plain; version=0.0.4")
+            elif self.path == "/status":
+                self._answer(200, json.dumps(in_hub(cluster, cluster.status)), "application/json")
+            else:
+                self._answer(404, "no such page", "text/plain")
+
+        def _answer(self, code: int, text: str, kind: str) -> None:
+            data = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise OSError(error.errno, f"http port {port} on {host}: {error.strerror}") from error
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    return server

@@ -1,0 +1,369 @@
+"""One engine in a process of its own: its loop, its session with the router, its links to engines of the other role."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepinfer_jax import wire
+from deepinfer_jax.engine import LLMEngine
+from deepinfer_jax.handoff import HandoffConfig, check_layouts
+from deepinfer_jax.launch.links import NetLink, Stager
+from deepinfer_jax.launch.placement import RouterPlacement
+from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
+from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.wire_hub import Channel, Hub, HubConfig
+from deepinfer_jax.wire_security import Security
+
+logger = logging.getLogger(__name__)
+
+ARRIVAL_POLL = 0.0005
+IDLE_POLL = 0.2
+REDIAL = 0.5
+"""Seconds between attempts to reach a router, or a completion engine that the router knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """router: "tcp://host:port". name: unique among the living. job, process, processes: which part of which job this is.
+    data: where a completion engine listens ("tcp://host:0": any port); advertise: the host others reach it by.
+    drain_timeout: seconds that requests get to finish after SIGTERM."""
+
+    router: str
+    name: str
+    job: str = ""
+    process: int = 0
+    processes: int = 1
+    data: str = "tcp://127.0.0.1:0"
+    advertise: str | None = None
+    security: Security = field(default_factory=Security)
+    hub: HubConfig = field(default_factory=HubConfig)
+    handoff: HandoffConfig = field(default_factory=lambda: HandoffConfig(timeout=10.0, retry_delay=0.002))
+    reserve_fraction: float = 1.0
+    drain_timeout: float = 60.0
+
+
+class EngineNode:
+    """Call `run()` in the main thread. group: votes with the other processes of the job (None: there are none)."""
+
+    def __init__(self, engine: LLMEngine, config: NodeConfig, layout: dict[str, Any], group: Any = None) -> None:
+        self.engine, self.config, self.layout, self.group = engine, config, layout, group
+        self.hub = Hub(config.name, config.security, config.hub, self._ping)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._busy_since: float | None = None
+        self._router: Channel | None = None
+        self._waiting: list[wire.Start] = []  # until a completion engine is linked
+        self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
+        self._known: dict[str, wire.Peer] = {}
+        self.draining = False
+        self._drain_until = 0.0
+        self._exit: tuple[int, str] | None = None
+        self.stager: Stager | None = None
+        self.data = ""
+        self.kind = engine.config.role.name.lower()
+        engine.process_output = self._emit  # type: ignore[method-assign]
+        self._prepare_role()
+
+    def _prepare_role(self) -> None:
+        c, engine = self.config, self.engine
+        if isinstance(engine, PromptEngine):
+            self.placement = RouterPlacement(self._tell, lambda: bool(engine.sender.links))
+            engine.start_hand_over(c.name, self.placement, c.handoff)
+            self.stager = Stager(engine.mover, c.name)
+        elif isinstance(engine, CompletionEngine):
+            engine.start_hand_over(c.name, c.handoff, c.reserve_fraction)
+            bound = self.hub.listen(c.data, self._accept_link)
+            self.data = bound if c.advertise is None else f"tcp://{c.advertise}:{bound.rpartition(':')[2]}"
+
+    # ---- the engine's thread ---------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until drained or failed; the process's exit code."""
+        signal.signal(signal.SIGTERM, lambda *_: self.begin_drain("SIGTERM"))
+        self.hub.start()
+        self._dial_router()
+        if self.stager is not None:
+            self.hub.every(REDIAL, self._dial_peers)
+        try:
+            while self._exit is None:
+                self._wake.clear()
+                self._busy_since = time.monotonic()
+                progressed = self._round()
+                self._busy_since = None
+                if not progressed and not self._commands:
+                    self._wake.wait(self._idle_seconds())
+                if not self.hub.thread.is_alive():
+                    self._exit = (1, "the network thread has ended")
+        except Exception as error:
+            logger.exception("%s has crashed", self.config.name)
+            self._exit = (1, f"crashed: {type(error).__name__}: {error}")
+        self.hub.stop()
+        code, reason = self._exit
+        print(f"{self.config.name}: leaving: {reason}", flush=True)
+        return code
+
+    def _round(self) -> bool:
+        while self._commands:
+            self._commands.popleft()()
+        if self.group is None or self.engine.policy.splits_prefill_decode:
+            self._pump()
+        busy = self.engine.has_unfinished_requests()
+        if self.group is not None:
+            busy = self.group.all_reduce_min([int(not busy)] * len(self.group.local_ranks)) == 0
+        if not busy:
+            self._leave_if_drained()
+            return False
+        self.engine.step()
+        return self.engine.did_work
+
+    def _pump(self) -> None:
+        if self.engine.policy.splits_prefill_decode:
+            self.engine.pump()
+
+    def _idle_seconds(self) -> float:
+        if self.group is not None:
+            return self.group.idle_seconds()
+        engine = self.engine
+        if engine.has_unfinished_requests():  # prompts that wait for blocks
+            return 0.005
+        if not engine.policy.splits_prefill_decode:
+            return IDLE_POLL
+        control = engine.sender if isinstance(engine, PromptEngine) else engine.receiver
+        if isinstance(engine, CompletionEngine) and control.has_arriving:
+            return ARRIVAL_POLL
+        deadline = control.next_deadline
+        return IDLE_POLL if deadline is None else min(max(deadline - time.monotonic(), 0.001), IDLE_POLL)
+
+    def post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _emit(self, output: RequestOutput) -> RequestOutput:
+        self._tell(wire.Result(dataclasses.replace(output, prompt=None, prompt_token_ids=[])))
+        if output.finished and self.stager is not None:
+            self.placement.forget(output.request_id)
+        return output
+
+    def _start(self, m: wire.Start) -> None:
+        if isinstance(self.engine, PromptEngine) and not self.engine.sender.links:
+            self._waiting.append(m)
+            return
+        try:
+            params = SamplingParams.from_dict(m.params)
+            request = self.engine.add_request(m.key, {"prompt_token_ids": m.prompt_token_ids}, params, arrival_time=m.arrival_time)
+            request.completions[0].seed = m.seed
+        except ValueError as error:
+            self._tell(wire.HandOverFailed(m.key, str(error), False))
+
+    def _abort(self, key: str) -> None:
+        self._waiting = [m for m in self._waiting if m.key != key]
+        self.engine.abort_request(key)
+        if self.stager is not None:
+            self.placement.forget(key)
+
+    def _link_up(self, link: NetLink) -> None:
+        control = self.engine.sender if isinstance(self.engine, PromptEngine) else self.engine.receiver
+        old = control.links.get(link.peer)
+        if old is not None and old is not link:
+            control.peer_lost(link.peer, "replaced by a new connection")
+        control.connect(link)
+        waiting, self._waiting = self._waiting, []
+        for m in waiting:
+            self._start(m)
+
+    def _reset(self) -> None:
+        """The router is gone, and with it everybody who wanted what is here."""
+        self._waiting.clear()
+        if isinstance(self.engine, CompletionEngine):
+            for handoff_id in list(self.engine.receiver.incoming):
+                self.engine.receiver.drop(handoff_id, "the router is gone")
+        self.engine.abort_request(list(self.engine._requests))
+
+    # ---- leaving ---------------------------------------------------------------------------------------------------
+
+    def begin_drain(self, reason: str) -> None:
+        """Finish what is here, take nothing new, leave."""
+        if not self.draining:
+            self.draining, self._drain_until = True, time.monotonic() + self.config.drain_timeout
+            print(f"{self.config.name}: draining ({reason})", flush=True)
+            self._tell(wire.Draining())
+        self._wake.set()
+
+    def _leave_if_drained(self) -> None:
+        idle = not self._waiting and self.engine.num_unfinished_requests == 0 and not self._hand_overs()
+        done = self.draining and (idle or time.monotonic() > self._drain_until)
+        if self.group is not None:
+            done = self.group.all_reduce_min([int(done)] * len(self.group.local_ranks)) == 1
+        if done:
+            self._exit = (0, "drained" if idle else "not drained in time")
+
+    def _hand_overs(self) -> int:
+        if isinstance(self.engine, PromptEngine):
+            return len(self.engine.sender.outgoing)
+        return len(self.engine.receiver.incoming) if isinstance(self.engine, CompletionEngine) else 0
+
+    # ---- the router (the hub's thread) -----------------------------------------------------------------------------
+
+    def _tell(self, message: wire.WireMessage) -> None:
+        channel = self._router
+        if channel is not None:
+            channel.send(message)
+
+    def _ping(self) -> wire.Ping:
+        since, engine = self._busy_since, self.engine
+        gauges = {
+            "waiting": sum(s.num_waiting for s in engine.schedulers),
+            "running": sum(s.num_running + s.num_prompted for s in engine.schedulers),
+            "cache": max(s.cache_usage for s in engine.schedulers),
+            "hand_overs": self._hand_overs(),
+            "steps": sum(h.count for h in engine.stats_log.step_seconds.values()),
+        }
+        return wire.Ping(0.0 if since is None else time.monotonic() - since, gauges)
+
+    def _hello(self, kind: str) -> wire.Hello:
+        c, e = self.config, self.engine
+        ranks = len(e.schedulers)
+        return wire.Hello(
+            wire.PROTOCOL,
+            kind,
+            c.name,
+            job=c.job or c.name,
+            process=c.process,
+            processes=c.processes,
+            layout=self.layout,
+            capacity=(ranks * e.config.max_num_seqs, ranks * e.runner.num_blocks * e.config.block_size, e.config.max_model_len),
+            data=self.data,
+            model={
+                "model": str(e.args.model),
+                "served_model_name": e.args.served_model_name,
+                "max_model_len": e.config.max_model_len,
+                "vocab_size": e.model_config.vocab_size,
+                "eos_token_ids": list(e.eos_token_ids),
+                "max_logprobs": e.args.max_logprobs,
+                "enable_penalties": e.args.enable_penalties,
+                "mesh": {"dp": e.config.axes.dp, "ep": e.config.axes.ep, "tp": e.config.axes.tp},
+            },
+            transports=["host"],
+        )
+
+    def _dial_router(self) -> None:
+        self.hub.dial(self.config.router, self._hello(self.kind), self)
+
+    def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
+        self._router = channel
+        print(f"{self.config.name}: joined the router at {self.config.router}", flush=True)
+        if self.draining:
+            channel.send(wire.Draining())
+
+    def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
+        match message:
+            case wire.Start():
+                self.post(lambda: self._start(message))
+            case wire.Abort():
+                self.post(lambda: self._abort(message.key))
+            case wire.DropAttempt():
+                self.post(lambda: self.engine.drop_attempt(message.key, message.reason))
+            case wire.Placed():
+                self.post(lambda: self.placement.placed(message.key, message.target))
+            case wire.Peers():
+                self._known = {p.name: p for p in message.peers}
+                self._dial_peers()
+            case wire.Drain():
+                self.post(lambda: self.begin_drain("asked by the router"))
+            case _:
+                channel.close(f"unexpected {type(message).__name__}")
+                self.lost(channel, f"sent an unexpected {type(message).__name__}", False)
+
+    def lost(self, channel: Channel, reason: str, final: bool) -> None:
+        was_open, self._router = self._router is not None, None
+        if final:
+            self._exit = (2, f"refused by the router: {reason}")
+        elif self.config.processes > 1 and was_open:
+            self._abandon(f"the job has lost its router session: {reason}")
+        else:
+            if was_open:
+                print(f"{self.config.name}: lost the router: {reason}", flush=True)
+                self.post(self._reset)
+            threading.Timer(REDIAL, self._dial_router).start()
+        self._wake.set()
+
+    def _abandon(self, reason: str) -> None:
+        """A part of a job cannot go on alone, and its main thread may hang in a collective: end the process."""
+        print(f"{self.config.name}: leaving: {reason}", flush=True)
+        os._exit(3)
+
+    # ---- links (the hub's thread) ----------------------------------------------------------------------------------
+
+    def _dial_peers(self) -> None:
+        """Prompt side: one link to every completion engine the router knows, and none to others."""
+        if self.stager is None:
+            return
+        for name, (session, link) in list(self._links.items()):
+            known = self._known.get(name)
+            if known is None or known.session != session:
+                del self._links[name]
+                if link is not None:
+                    link.close("the router says it is gone")
+                    link.lost(link.channel, "gone, says the router", False)
+        for peer in self._known.values():
+            if peer.name not in self._links:
+                self._links[peer.name] = (peer.session, None)
+                self.hub.dial(peer.data, self._hello("prompt"), _Dialled(self, peer))
+
+    def _accept_link(self, channel: Channel, hello: wire.Hello) -> wire.Welcome:
+        """Completion side."""
+        if hello.kind != "prompt" or hello.layout is None:
+            raise ValueError(f"a completion engine takes hand-overs from prompt engines, not from a {hello.kind}")
+        check_layouts(hello.layout, self.layout)
+        link = NetLink(hello.name, channel, None, self.engine.mover, self._wake.set)
+        channel.handler = link
+        self.post(lambda: self._link_up(link))
+        return wire.Welcome(self.config.name, "", {"transport": "host"})
+
+
+class _Dialled:
+    """A link on its way up, from the prompt side."""
+
+    def __init__(self, node: EngineNode, peer: wire.Peer) -> None:
+        self.node, self.peer = node, peer
+
+    def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
+        node = self.node
+        if node._links.get(self.peer.name) != (self.peer.session, None):
+            channel.close("not wanted any more")
+            return
+        link = _ReportingLink(self.peer.name, channel, node.stager, None, node._wake.set)
+        link.node = node
+        channel.handler = link
+        node._links[self.peer.name] = (self.peer.session, link)
+        node.post(lambda: node._link_up(link))
+
+    def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
+        channel.close("no welcome")
+
+    def lost(self, channel: Channel, reason: str, final: bool) -> None:
+        logger.warning("%s: no link to %s: %s", self.node.config.name, self.peer.name, reason)
+        if not final and self.node._links.get(self.peer.name) == (self.peer.session, None):
+            del self.node._links[self.peer.name]  # tried again
+
+
+class _ReportingLink(NetLink):
+    """A link that may be dialled again once it is lost."""
+
+    node: EngineNode
+
+    def lost(self, channel: Channel, reason: str, final: bool) -> None:
+        super().lost(channel, reason, final)
+        entry = self.node._links.get(self.peer)
+        if entry is not None and entry[1] is self:
+            del self.node._links[self.peer]

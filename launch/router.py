@@ -1,0 +1,107 @@
+"""The router of a deployment: engines join it, clients send it requests. Needs no device and imports no JAX.
+
+  python -m deepinfer_jax.launch.router --listen 127.0.0.1:9510 --http-port 9511
+
+http://127.0.0.1:9511/healthz says 200 while requests make progress and every role is there, 503 and the reasons otherwise;
+/metrics is for Prometheus; /status is what `deepinfer-jax status` shows. SIGTERM: takes nothing new, lets requests finish, ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
+from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
+from deepinfer_jax.launch.http import serve_http
+from deepinfer_jax.scheduler.router import RouterConfig
+from deepinfer_jax.wire_hub import HubConfig
+from deepinfer_jax.wire_security import Security, is_loopback
+
+
+@dataclasses.dataclass
+class RouterArgs:
+    """Flags of the router process."""
+
+    listen: str = "127.0.0.1:9510"
+    """Where engines and clients connect, host:port (port 0: any free one)."""
+    http_host: str = "127.0.0.1"
+    """Where /healthz, /metrics and /status are served."""
+    http_port: int = 9511
+    """Port of /healthz, /metrics and /status (0: any free one)."""
+    secret_file: str | None = None
+    """File with the deployment's shared secret; needed as soon as --listen is more than loopback."""
+    deadline: float = 10.0
+    """Seconds requests wait for a missing role before they end with a reason."""
+    stall_timeout: float = 30.0
+    """Seconds one step of an engine may take before the engine counts as dead."""
+    heartbeat: float = 0.5
+    """Seconds between signs of life."""
+    peer_timeout: float = 5.0
+    """Seconds of silence after which a peer is lost."""
+    drain_timeout: float = 60.0
+    """Seconds that requests get to finish after SIGTERM."""
+    max_requests: int = 65536
+    """The most unfinished requests; more are refused."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="deepinfer-jax launch router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_dataclass_flags(parser, RouterArgs, "router")
+    add_dataclass_flags(parser, RouterConfig, "balancing")
+    args = parser.parse_args(argv)
+    from deepinfer_jax.launch.common import set_up_logging
+
+    set_up_logging()
+    try:
+        return serve(RouterArgs(**dataclass_values(args, RouterArgs)), RouterConfig(**dataclass_values(args, RouterConfig)))
+    except (ValueError, OSError) as error:
+        print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def serve(a: RouterArgs, balancing: RouterConfig) -> int:
+    from deepinfer_jax.remote import as_endpoint
+
+    config = ClusterConfig(
+        listen=as_endpoint(a.listen),
+        deadline=a.deadline,
+        stall_timeout=a.stall_timeout,
+        drain_timeout=a.drain_timeout,
+        max_requests=a.max_requests,
+        router=balancing,
+        security=Security.from_file(a.secret_file),
+        hub=HubConfig(heartbeat=a.heartbeat, peer_timeout=a.peer_timeout, max_frame=64 << 20),
+    )
+    cluster = Cluster(config)
+    http = serve_http(cluster, a.http_host, a.http_port)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    cluster.start()
+    print(f"router: listening on {cluster.endpoint}, http://{a.http_host}:{http.server_port}/healthz", flush=True)
+    if not is_loopback(a.http_host):
+        print(f"router: anybody who reaches {a.http_host}:{http.server_port} can read the status", flush=True)
+    while cluster.hub.thread.is_alive() and not stop.wait(0.5):
+        pass
+    if cluster.hub.thread.is_alive():
+        print("router: draining", flush=True)
+        cluster.hub.call(cluster.begin_drain)
+        again = threading.Event()
+        while not cluster.drained and not again.wait(0.05):
+            pass
+    alive = cluster.hub.thread.is_alive()
+    cluster.hub.stop()
+    http.shutdown()
+    print("router: stopped" if alive else "router: the network thread has failed", flush=True)
+    return 0 if alive else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
