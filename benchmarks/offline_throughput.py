@@ -188,9 +188,8 @@ def common_prefix(x: list[int], y: list[int]) -> int:
 
 def print_table(engines: list[Any], loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
     ours = engines[0].name
-    print(
-        f"\n{'workload':8s} {'engine':14s} {'prefill tok/s':>13s} {'decode tok/s':>13s} {'new tok/s':>10s} {'ours is':>8s} {'same tokens':>12s}"
-    )
+    columns = ("engine", "prefill tok/s", "decode tok/s", "new tok/s", "ours is", "same tokens")
+    print("\n{:8s} {:14s} {:>13s} {:>13s} {:>10s} {:>8s} {:>12s}".format("workload", *columns))
     for w in loads:
         mine = times[ours, w.name]
         for e in engines:
@@ -246,9 +245,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    print(
-        f"{args.model}, {args.dtype}, quantization {args.quantization}; jax {jax.__version__}, {jax.devices()[0].device_kind}; {load_average()}"
-    )
+    device = jax.devices()[0].device_kind
+    print(f"{args.model}, {args.dtype}, quantization {args.quantization}; jax {jax.__version__}, {device}; {load_average()}")
     ours = Ours(args)
     loads = [w for w in workloads(ours.engine.model_config.vocab_size) if w.name in args.workloads.split(",")]
     engines = [ours, *other_engines(args)]
