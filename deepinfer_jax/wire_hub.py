@@ -409,6 +409,7 @@ class Hub:
         self._poller.unregister(channel.socket)
         self._poller.unregister(channel.monitor)
         channel.socket.disable_monitor()
+        channel.monitor.close(0)
         channel.socket.close(linger)
 
     def _shut(self) -> None:
@@ -428,7 +429,7 @@ class Hub:
             self._ended = True
             os.close(self._wake_write)
         os.close(self._wake_read)
-        self.context.term()
+        self.context.destroy()
 
 
 def _size(frame: Any) -> int:

@@ -219,7 +219,7 @@ class Cluster(Coordinator):
 
     def client_lost(self, client: ClientHandler, reason: str) -> None:
         self.clients.pop(client.channel.session, None)
-        self.counters["clients_lost"] += 1
+        self.counters["clients_lost"] += bool(client.requests)
         self.abort_request(list(client.requests))
         self._deliver()
 

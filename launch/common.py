@@ -131,11 +131,21 @@ def _advertised(launch: LaunchArgs) -> str | None:
 
 
 def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
+    from deepinfer_jax.config import EngineConfig
     from deepinfer_jax.engine import LLMEngine
+    from deepinfer_jax.loading import ModelSource
+    from deepinfer_jax.parallel import RankPlacement, make_mesh
     from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
 
     cls = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}.get(role, LLMEngine)
-    return cls(EngineArgs(**values), dp_group=job.group)
+    args = EngineArgs(**values)
+    if job.group is None:
+        return cls(args)
+    axes = EngineConfig.resolve(args, ModelSource.find(args).config).axes
+    job.group.bind(axes.dp, RankPlacement(make_mesh(axes), axes).local_ranks)
+    engine = cls(args, dp_group=job.group)
+    job.group.wait_for_all()
+    return engine
 
 
 def engine_layout(engine: Any) -> dict[str, Any]:

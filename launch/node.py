@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_POLL = 0.0005
 IDLE_POLL = 0.2
+GROUP_IDLE = 0.02
+"""Most seconds between the votes of an idle job of several processes: a request at one of them waits for the others' next vote."""
 REDIAL = 0.5
 """Seconds between attempts to reach a router, or a completion engine that the router knows."""
 
@@ -61,6 +63,7 @@ class EngineNode:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._busy_since: float | None = None
+        self._last_busy = 0.0
         self._router: Channel | None = None
         self._waiting: list[wire.Start] = []  # until a completion engine is linked
         self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
@@ -115,24 +118,21 @@ class EngineNode:
     def _round(self) -> bool:
         while self._commands:
             self._commands.popleft()()
-        if self.group is None or self.engine.policy.splits_prefill_decode:
-            self._pump()
+        if self.engine.policy.splits_prefill_decode:
+            self.engine.pump()
         busy = self.engine.has_unfinished_requests()
         if self.group is not None:
             busy = self.group.all_reduce_min([int(not busy)] * len(self.group.local_ranks)) == 0
         if not busy:
             self._leave_if_drained()
             return False
+        self._last_busy = time.monotonic()
         self.engine.step()
         return self.engine.did_work
 
-    def _pump(self) -> None:
-        if self.engine.policy.splits_prefill_decode:
-            self.engine.pump()
-
     def _idle_seconds(self) -> float:
         if self.group is not None:
-            return self.group.idle_seconds()
+            return min(GROUP_IDLE, max(ARRIVAL_POLL, (time.monotonic() - self._last_busy) / 10))
         engine = self.engine
         if engine.has_unfinished_requests():  # prompts that wait for blocks
             return 0.005

@@ -66,5 +66,5 @@ def join_job(launch: LaunchArgs) -> Job:
     jax.distributed.initialize(**arguments)
     from deepinfer_jax.launch.votes import connect_votes
 
-    group = connect_votes(jax.process_index(), jax.process_count(), launch.deadline)
+    group = connect_votes(jax.process_index(), jax.process_count(), launch.deadline, arguments.get("coordinator_address"))
     return Job(jax.process_index(), jax.process_count(), group)

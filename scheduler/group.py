@@ -95,7 +95,8 @@ class SchedulerGroup:
         return [s.empty_prefill() if out is None else out for s, out in zip(self.schedulers, outputs, strict=True)]
 
     def _is_idle(self) -> bool:
-        """No rank has anything to decode: a prompt need not wait for the interval. Known without a vote only when all ranks are
-        in this process."""
-        all_local = len(self.schedulers) == self.dp_group.size
-        return all_local and all(s.has_nothing_to_decode for s in self.schedulers)
+        """No rank has anything to decode: a prompt need not wait for the interval. Between processes that takes a vote."""
+        nothing = all(s.has_nothing_to_decode for s in self.schedulers)
+        if len(self.schedulers) == self.dp_group.size:
+            return nothing
+        return self.dp_group.all_reduce_min([int(nothing)] * len(self.schedulers)) == 1

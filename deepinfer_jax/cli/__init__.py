@@ -35,6 +35,8 @@ COMMANDS = (
     Command("chat", "deepinfer_jax.cli.chat", "talk to a chat model in the terminal"),
     Command("info", "deepinfer_jax.cli.info", "show devices, versions, and a model's sizes"),
     Command("simulate", "deepinfer_jax.cli.simulate", "run a trace of arrivals through deployments, without a device"),
+    Command("launch", "deepinfer_jax.cli.launch", "start one process of a deployment: router, prompt, completion or normal engine"),
+    Command("status", "deepinfer_jax.cli.status", "show the engines and requests of a deployment"),
     Command("plan", "deepinfer_jax.launch.plan_command", "say what a deployment needs, before owning a GPU"),
 )
 
