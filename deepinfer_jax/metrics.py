@@ -179,6 +179,7 @@ class EngineStats:
             "step_seconds": {kind: h.summary() for kind, h in self.step_seconds.items()},
             "host_seconds": {kind: h.summary() for kind, h in self.host_seconds.items()},
             "device_idle_seconds": self.device_idle.summary(),
+            **({} if e.kv is None else {"kv_store": e.kv.stats()}),
             "last_steps": [asdict(r) for r in list(self.records)[-5:]],
         }
 

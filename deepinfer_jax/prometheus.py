@@ -43,6 +43,9 @@ class EngineCollector(Collector):
             yield self._gauge(f"requests_{name}", f"sequences {meaning}", sum(getattr(s, f"num_{name}") for s in schedulers))
         yield self._gauge("cache_usage_ratio", "blocks in use, of the fullest rank", max(s.cache_usage for s in schedulers))
         yield self._gauge("cache_blocks", "blocks per rank", self._engine.runner.num_blocks)
+        if self._engine.kv is not None:
+            pages = {k: v for k, v in self._engine.kv.stats().items() if k not in ("loading", "host_pages", "host_bytes", "disk_disabled")}
+            yield self._counters("kv_store_pages", "pages (errors: failures) of the KV store by what became of them", "event", pages)
         yield self._histogram("time_to_first_token_seconds", "from a request's arrival", {"": stats.ttft})
         yield self._histogram("inter_token_seconds", "between a sequence's tokens, as they reach the host", {"": stats.inter_token})
         yield self._histogram("step_seconds", "wall time of a step", stats.step_seconds, "type")

@@ -54,22 +54,27 @@ class Collector:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[list[int]]] = {}
+        self.logprobs: dict[str, list[list[Any]]] = {}
         self.final: dict[str, RequestOutput] = {}
 
     def take(self, outputs: list[RequestOutput], kinds: dict[str, RequestOutputKind]) -> None:
         for output in outputs:
             if kinds[output.request_id] is RequestOutputKind.DELTA:
                 known = self.tokens.setdefault(output.request_id, [[] for _ in output.outputs])
+                logprobs = self.logprobs.setdefault(output.request_id, [[] for _ in output.outputs])
                 for completion in output.outputs:
                     known[completion.index] += completion.token_ids
+                    logprobs[completion.index] += completion.logprobs or []
             else:
                 self.tokens[output.request_id] = [o.token_ids for o in output.outputs]
+                self.logprobs[output.request_id] = [o.logprobs or [] for o in output.outputs]
             if output.finished:
                 self.final[output.request_id] = output
 
     def copy(self) -> Collector:
         other = Collector()
         other.tokens = {k: [list(t) for t in v] for k, v in self.tokens.items()}
+        other.logprobs = {k: [list(t) for t in v] for k, v in self.logprobs.items()}
         other.final = dict(self.final)
         return other
 
@@ -92,10 +97,10 @@ def assert_same(got: Collector, expected: Collector) -> None:
         other = got.final[request_id]
         for a, b in zip(other.outputs, output.outputs, strict=True):
             assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason), request_id
-            assert (a.logprobs is None) == (b.logprobs is None)
-            for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
-                assert x.keys() == y.keys()
-                assert all(abs(x[k].logprob - y[k].logprob) < 1e-3 for k in x)
+        for x, y in zip(got.logprobs[request_id], expected.logprobs[request_id], strict=True):
+            for a, b in zip(x, y, strict=True):
+                assert a.keys() == b.keys(), (request_id, x, y)
+                assert all(abs(a[k].logprob - b[k].logprob) < 1e-3 for k in a)
         assert (other.prompt_logprobs is None) == (output.prompt_logprobs is None)
         for x, y in zip(other.prompt_logprobs or (), output.prompt_logprobs or (), strict=True):
             assert (x is None and y is None) or all(abs(x[k].logprob - y[k].logprob) < 1e-3 for k in y)
