@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
@@ -20,6 +21,9 @@ from deepinfer_jax.pd_config import DisaggregationConfig
 from deepinfer_jax.remote import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from deepinfer_jax.snapshot import SnapshotJob
 
 Message = Mapping[str, Any]
 
@@ -237,6 +241,32 @@ class LLM:
         """Lets ended sequences give their blocks back."""
         while self.engine.num_unfinished_requests == 0 and self.engine.has_unfinished_requests():
             self.engine.step()
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, path: str | Path) -> SnapshotJob:
+        """Saves all live requests with their KV while they go on; from another thread, or between the outputs of `stream`.
+
+        `.wait()` returns once the snapshot is complete on disk. See `LLMEngine.snapshot`.
+        """
+        return self.engine.snapshot(path)
+
+    def restore(self, path: str | Path, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Takes a snapshot's requests over and generates to their end; one output each, in the order they once came in.
+
+        A request that streamed increments gives its last one only. Raises SnapshotError, SnapshotMismatch or ValueError before
+        anything runs.
+        """
+        ids = self.engine.restore(path)
+        used = [int(call) for call, dash, _ in (i.partition("-") for i in ids) if dash and call.isdigit()]
+        self._serial = itertools.count(max(used, default=-1) + 1 + next(self._serial))
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
+            for output in self._run(ids):
+                if output.finished:
+                    done[output.request_id] = output
+                    bar.update()
+        return [done[i] for i in ids]
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer; None where its folder has none."""
