@@ -27,7 +27,7 @@ from deepinfer_jax.wire_security import Security
 
 WAIT = 0.2
 """Seconds step() waits for outputs."""
-REDIAL = 0.25
+REDIAL = 0.5
 
 
 def as_endpoint(address: str) -> str:

@@ -113,6 +113,8 @@ class EngineNode:
         self.hub.stop()
         code, reason = self._exit
         print(f"{self.config.name}: leaving: {reason}", flush=True)
+        if code and self.group is not None:
+            os._exit(code)  # jax.distributed would wait for processes that may be gone
         return code
 
     def _round(self) -> bool:

@@ -1,0 +1,201 @@
+"""Two prompt and two completion engines, a router and a client, each a process of its own; then each of them is hurt."""
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+from deployment import Deployment
+from engine_cases import GREEDY, Golden, small_llm
+
+from deepinfer_jax import LLM, SamplingParams
+
+LLAMA = Golden("llama")
+ALL = ("P0", "P1", "C0", "C1")
+LONG = GREEDY.replace(max_tokens=150)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Deployment(tmp_path_factory.mktemp("pd"), peer_timeout=3) as d:
+        for name in ALL:
+            d.engine("prompt" if name[0] == "P" else "completion", name, peer_timeout=3, cpu_devices=2, **MESHES.get(name, {}))
+        d.joined(*ALL)
+        d.wait_for_engines(*ALL)
+        yield d
+
+
+MESHES = {"C1": {"data_parallel_size": 2, "max_num_seqs": 4, "decode_buckets": 4}}
+"""C1's mesh is another one than the prompt engines'."""
+
+
+@pytest.fixture(scope="module")
+def llm(cluster):
+    with LLM(router=cluster.address) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What the deployment answers to LONG while all is well; its beginning is the reference's answer."""
+    out = tokens(llm.generate(prompt_token_ids=LLAMA.prompts, sampling_params=LONG, use_tqdm=False))
+    assert [o[:24] for o in out] == LLAMA.greedy
+    return out
+
+
+def tokens(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+class Load:
+    """Requests in a thread, while the test hurts somebody."""
+
+    def __init__(self, cluster, prompts, params):
+        self.outputs, self.seconds = None, None
+        self._args = (cluster.address, prompts, params)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        limit = time.monotonic() + 10
+        while cluster.status()["requests"] < len(prompts) and time.monotonic() < limit:
+            time.sleep(0.005)
+
+    def _run(self):
+        address, prompts, params = self._args
+        with LLM(router=address) as llm:
+            start = time.monotonic()
+            self.outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+            self.seconds = time.monotonic() - start
+            print(f"load: {len(prompts)} requests in {self.seconds:.2f} s")
+
+    def result(self, timeout=60):
+        self._thread.join(timeout)
+        assert self.outputs is not None, "the client is still waiting"
+        return self.outputs
+
+
+def check_answers(outputs, expected, count):
+    """Everybody has exactly one answer: the right one, or a reason."""
+    assert len(outputs) == count
+    failed = [o for o in outputs if o.outputs[0].finish_reason == "error"]
+    assert all(o.outputs[0].stop_reason for o in failed)
+    for i, o in enumerate(outputs):
+        if o not in failed:
+            assert o.outputs[0].token_ids == expected[i % len(expected)]
+    return len(failed)
+
+
+def test_start_up_says_what_each_process_is(cluster):
+    text = cluster.processes["C1"].text
+    assert "role COMPLETION (2), process 0 of 1" in text and "mesh dp=2 ep=1 tp=1 over 2 cpu devices" in text
+    assert "fingerprint " in text and "cache k: kind=blocks layers=3" in text
+
+
+def test_tokens_equal_the_reference(llm, cluster):
+    assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
+    cluster.wait_idle()
+
+
+def test_stream_gives_every_token_once(llm):
+    got = {str(i): [] for i in range(len(LLAMA.prompts))}
+    for out in llm.stream(prompt_token_ids=LLAMA.prompts, sampling_params=GREEDY):
+        got[out.request_id] += out.outputs[0].token_ids
+    assert list(got.values()) == LLAMA.greedy
+
+
+def test_several_completions_logprobs_and_seeds_equal_one_engines(llm):
+    params = SamplingParams(n=3, seed=7, max_tokens=12, logprobs=2, ignore_eos=True)
+    with small_llm() as local:
+        wanted = local.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0]
+    got = llm.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0]
+    assert [c.token_ids for c in got.outputs] == [c.token_ids for c in wanted.outputs]
+    assert [[list(e) for e in c.logprobs] for c in got.outputs] == [[list(e) for e in c.logprobs] for c in wanted.outputs]
+
+
+def test_bad_requests_are_refused_and_others_go_on(llm):
+    with pytest.raises(ValueError, match=r"token id 99999 at position 0 is outside the vocabulary"):
+        llm.generate(prompt_token_ids=[[99999]], use_tqdm=False)
+    too_long = llm.generate(prompt_token_ids=[[1] * 300, LLAMA.prompts[0]], sampling_params=GREEDY, use_tqdm=False)
+    assert too_long[0].outputs[0].finish_reason == "prompt_length_exceeded"
+    assert too_long[1].outputs[0].token_ids == LLAMA.greedy[0]
+
+
+def test_closing_a_stream_frees_everything(llm, cluster):
+    stream = llm.stream(prompt_token_ids=LLAMA.prompts, sampling_params=LONG)
+    next(stream)
+    stream.close()
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("victim", ["C0", "P1"])
+def test_kill_9_under_load_and_rejoin(cluster, expected, victim):
+    load = Load(cluster, LLAMA.prompts * 6, LONG)
+    cluster.processes[victim].kill()
+    check_answers(load.result(), expected, 24)
+    assert load.seconds < 30
+    cluster.wait_for_engines(*(set(ALL) - {victim}))
+    cluster.wait_idle()
+    cluster.processes[victim].start()
+    cluster.wait_for_engines(*ALL, timeout=100)
+    with LLM(router=cluster.address) as llm:
+        assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
+
+
+@pytest.mark.parametrize("victim", ["C1", "P0"])
+def test_a_stopped_process_is_given_up_and_comes_back(cluster, expected, victim):
+    load = Load(cluster, LLAMA.prompts * 6, LONG)
+    cluster.processes[victim].signal(signal.SIGSTOP)
+    try:
+        check_answers(load.result(), expected, 24)
+        cluster.wait_for_engines(*(set(ALL) - {victim}))
+    finally:
+        cluster.processes[victim].signal(signal.SIGCONT)
+    cluster.wait_for_engines(*ALL)
+    cluster.wait_idle()
+    with LLM(router=cluster.address) as llm:
+        assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
+
+
+def test_a_client_that_dies_leaves_nothing_behind(cluster):
+    llm = LLM(router=cluster.address)
+    for i, prompt in enumerate(LLAMA.prompts):
+        llm.engine.add_request(str(i), prompt, LONG)
+    llm.engine.connection.hub.stop(0)
+    cluster.wait_idle()
+
+
+def test_drain_lets_requests_finish(cluster, expected):
+    load = Load(cluster, LLAMA.prompts * 4, LONG)
+    cluster.processes["P0"].signal(signal.SIGTERM)
+    cluster.processes["C0"].signal(signal.SIGTERM)
+    assert check_answers(load.result(), expected, 16) == 0
+    assert cluster.processes["P0"].wait() == 0 and cluster.processes["C0"].wait() == 0
+    cluster.wait_for_engines("P1", "C1")
+    assert cluster.get("/healthz")[0] == 200
+
+
+def test_without_a_role_requests_end_with_a_reason(cluster, llm):
+    cluster.processes["C1"].kill()
+    start = time.monotonic()
+    out = llm.generate(prompt_token_ids=LLAMA.prompts, sampling_params=GREEDY, use_tqdm=False)
+    assert time.monotonic() - start < 15
+    assert {o.outputs[0].stop_reason for o in out} == {"no completion engine has been there for 10.0 s"}
+    code, body = cluster.get("/healthz")
+    assert code == 503 and "no completion engine" in body
+
+
+def test_a_lost_router_ends_requests_with_a_reason(cluster, llm):
+    llm.engine.add_request("x", LLAMA.prompts[0], LONG)
+    cluster.router.kill()
+    start, outputs = time.monotonic(), []
+    while not outputs and time.monotonic() - start < 10:
+        outputs = llm.engine.step()
+    assert outputs[0].finished and "the router is lost" in outputs[0].outputs[0].stop_reason
+    with pytest.raises(RuntimeError, match="the router is lost"):
+        llm.generate(prompt_token_ids=LLAMA.prompts, use_tqdm=False)
+    cluster.router.start()  # engines find their way back without being restarted
+    cluster.router.wait_for("listening on")
+    cluster.wait_for_engines("P1")
