@@ -159,16 +159,7 @@ class KVStore:
     def _write_temp(self, path: Path, page: Page) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{next(_serial)}.tmp")
-        try:
-            with open(temp, "xb", buffering=0) as file:
-                for part in encode(page, self.layout):
-                    view = memoryview(part)
-                    while len(view):  # a raw write may stop early
-                        view = view[file.write(view) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                temp.unlink()
-            raise
+        write_parts(temp, encode(page, self.layout))
         return temp
 
     def _publish(self, temps: list[tuple[Path, Path]]) -> None:
@@ -216,6 +207,20 @@ class KVStore:
 
     def stats(self) -> dict[str, Any]:
         return dict(self.counters) | {"disabled": self.disabled}
+
+
+def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes a new file; nothing of it is left when that fails (OSError)."""
+    try:
+        with open(path, "xb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                while len(view):  # a raw write may stop early
+                    view = view[file.write(view) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _fsync(path: Path) -> None:

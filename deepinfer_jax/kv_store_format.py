@@ -85,16 +85,20 @@ def _canonical(value: Any) -> bytes:
 
 
 def encode(page: Page, layout: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """The file's parts, in order."""
-    tensors = {TOKENS: np.ascontiguousarray(page.tokens, np.int32)}
-    tensors |= {n: np.ascontiguousarray(page.arrays[n]) for n in sorted(page.arrays)}
-    views = {n: memoryview(np.atleast_1d(a).view(np.uint8).reshape(-1)) for n, a in tensors.items()}
-    meta = {"format": "deepinfer-kv", "version": VERSION, "layout": _canonical(layout).decode(), "header_sha256": "0" * 64}
+    """The parts of a page's file, in order."""
+    meta = {"format": "deepinfer-kv", "layout": _canonical(layout).decode()}
     meta |= {"key": page.key, "parent": page.parent, "namespace": page.namespace, "salt": page.salt}
-    meta |= {f"crc32:{n}": f"{zlib.crc32(v):08x}" for n, v in views.items()}
-    header: dict[str, Any] = {"__metadata__": meta}
+    return encode_tensors(meta, {TOKENS: np.asarray(page.tokens, np.int32), **{n: page.arrays[n] for n in sorted(page.arrays)}})
+
+
+def encode_tensors(meta: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    """The parts of a self-checking safetensors file, in order."""
+    arrays = {n: np.ascontiguousarray(a) for n, a in tensors.items()}
+    views = {n: memoryview(np.atleast_1d(a).view(np.uint8).reshape(-1)) for n, a in arrays.items()}
+    crcs = {f"crc32:{n}": f"{zlib.crc32(v):08x}" for n, v in views.items()}
+    header: dict[str, Any] = {"__metadata__": {**meta, "version": VERSION, "header_sha256": "0" * 64, **crcs}}
     at = 0
-    for name, a in tensors.items():
+    for name, a in arrays.items():
         header[name] = {"dtype": _NAMES[a.dtype], "shape": list(a.shape), "data_offsets": [at, at + a.nbytes]}
         at += a.nbytes
     raw = _canonical(header)
@@ -133,7 +137,7 @@ def read_header(file: BinaryIO, name: str) -> Header:
     if meta.get("version") != VERSION:
         raise ForeignEntry(f"{name}: format version {meta.get('version')!r}, this code reads {VERSION!r}")
     tensors = {n: (np.dtype(_DTYPES[t["dtype"]]), tuple(t["shape"]), *t["data_offsets"]) for n, t in header.items()}
-    end = max(stop for *_, stop in tensors.values())
+    end = max((stop for *_, stop in tensors.values()), default=0)
     if size != 8 + length + end:
         raise CorruptEntry(f"{name}: {size} bytes, expected {8 + length + end}")
     return Header(meta, tensors, 8 + length)

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("launch", "deepinfer_jax.cli.launch", "start one process of a deployment: router, prompt, completion or normal engine"),
     Command("status", "deepinfer_jax.cli.status", "show the engines and requests of a deployment"),
     Command("plan", "deepinfer_jax.launch.plan_command", "say what a deployment needs, before owning a GPU"),
+    Command("kv", "deepinfer_jax.cli.kv", "list, verify, collect or remove what a KV store holds"),
 )
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from deepinfer_jax import kv_store, kv_store_format
+from deepinfer_jax import cli, kv_store, kv_store_format
+from deepinfer_jax.cli.kv import parse_bytes
 from deepinfer_jax.kv_store import KVStore, collect, entries
 from deepinfer_jax.kv_store_format import CorruptEntry, EntryError, ForeignEntry, Page, chain_keys, root_key
 from deepinfer_jax.kv_tiers import HostTier, Prefix, TieredStore
@@ -372,3 +373,31 @@ def test_write_back_reaches_the_disk_when_memory_is_full_or_at_the_end(tmp_path)
     tiers.close()
     assert len(list(entries(tmp_path))) == 24
     check_load(TieredStore(SHAPES, KVStore(tmp_path, LAYOUT)), range(190, 198), 2)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys):
+    layout = LAYOUT | {"caches": {"k": {"dtype": "float32", "layers": 2, "entry": [4, 3]}}}
+    store = KVStore(tmp_path, layout)
+    store.write([*pages_of(range(20), layout), *pages_of(range(8), layout, namespace="alice")])
+    run = lambda *args: cli.main(["kv", args[0], str(tmp_path), *args[1:]])  # noqa: E731
+    assert run("ls") == 0
+    out = capsys.readouterr().out
+    assert (
+        "namespace 'alice'  2 pages" in out and "namespace ''  5 pages" in out and "model m, 4 tokens per page" in out and "7 pages" in out
+    )
+    assert run("verify") == 0 and "7 pages are good, 0 are bad" in capsys.readouterr().out
+    victim = sorted(e.path for e in entries(tmp_path))[3]
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    assert run("verify", "--delete") == 1
+    assert str(victim) in (out := capsys.readouterr().out) and "6 pages are good, 1 are bad and removed" in out
+    assert run("rm") == 2 and "needs --namespace" in capsys.readouterr().err
+    assert run("rm", "--namespace", "alice") == 0 and "removed" in capsys.readouterr().out
+    left = list(entries(tmp_path))
+    assert run("gc", "--max-bytes", str(left[0].nbytes * 2)) == 0 and "are left" in capsys.readouterr().out
+    assert len(list(entries(tmp_path))) in (1, 2)
+    assert run("rm", "--all") == 0 and not list(entries(tmp_path))
+    assert run("gc") == 2 and cli.main(["kv", "ls", str(tmp_path / "none")]) == 2
+    assert [parse_bytes(x) for x in ("7", "2K", "1.5M", "3GiB")] == [7, 2048, 3 << 19, 3 << 30]
