@@ -2,13 +2,15 @@
 //
 // Decode reads every weight once for a handful of rows, so its speed limit is the memory; XLA's own CPU dots stay far from
 // it for anything but float32. Here weights are widened to float32 in registers, a group of ROWS weight rows at a time,
-// and multiplied with up to MAX_TILE rows of x. With more rows than that a group is widened once into a scratch buffer that
-// stays in cache. Activations stay float32 throughout; sums run over K in lanes, then across lanes.
+// and multiplied with MAX_TILE rows of x at a time; more rows widen them again, from the first-level cache, which measured faster
+// than widening into a buffer. Activations stay float32 throughout; sums run over K in lanes, then across lanes.
 //
 // Work is cut into chunks of weight rows that threads of XLA's own intra-op pool claim one by one. The calling thread works
 // too and never waits for a helper that has not started, so a busy machine costs no more than the helpers' share.
 //
 // Written with GCC/Clang vector extensions: the compiler picks the instructions for the machine it runs on.
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -221,19 +223,6 @@ INLINE void rows_of_x(int64_t m_count, const float* x, const Weights& w, int64_t
   }
 }
 
-template <typename W>
-void widen_row(const Weights& w, int64_t n, float* out) {
-  W row(w, n);
-  const float factor = W::scaled_rows ? w.scale[n] : 1.0f;
-  int64_t k = 0;
-  for (; k + LANES <= w.k; k += LANES) {
-    F v = row.at(k);
-    if (W::scaled_rows) v *= factor;
-    std::memcpy(out + k, &v, sizeof v);
-  }
-  for (; k < w.k; k++) out[k] = row.one(k) * factor;
-}
-
 // ---- one call -----------------------------------------------------------------------------------------------------------
 
 struct Call {
@@ -271,36 +260,29 @@ INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1) {
 
 // Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
-INLINE void run_rows(const Call& c, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* wide, float* out, int64_t ldo) {
+INLINE void run_rows(const Call& c, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* out, int64_t ldo) {
   prefetch_rows<W>(c.w, n0 + AHEAD, n1 + AHEAD);
-  if (std::is_same_v<W, Float32> || m_count <= MAX_TILE) {
-    out -= n0;  // tiles index the result by weight row
-    if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, c.w, n0, out, ldo);
-    for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, c.w, n, out, ldo);
-    return;
-  }
-  const Weights w{wide, nullptr, nullptr, c.w.n, c.w.k};
-  for (int64_t n = n0; n < n1; n++) widen_row<W>(c.w, n, wide + (n - n0) * c.w.k);
-  if (n1 - n0 == ROWS) return rows_of_x<Float32, ROWS>(m_count, x, w, 0, out, ldo);
-  for (int64_t r = 0; r < n1 - n0; r++) rows_of_x<Float32, 1>(m_count, x, w, r, out, ldo);
+  out -= n0;  // tiles index the result by weight row
+  if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, c.w, n0, out, ldo);
+  for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, c.w, n, out, ldo);
 }
 
 template <typename W>
 void run_block(const Call& c, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  static thread_local Scratch wide_rows, results;
+  static thread_local Scratch results;
   const float* x = c.x + m0 * c.w.k;
   const int64_t rows = m1 - m0, ldy = c.w.n;
   float* y = c.y + m0 * ldy;
   if (rows <= MAX_TILE) {
-    for (int64_t n = n0; n < n1; n += ROWS) run_rows<W>(c, rows, x, n, std::min(n + ROWS, n1), nullptr, y + n, ldy);
+    for (int64_t n = n0; n < n1; n += ROWS) run_rows<W>(c, rows, x, n, std::min(n + ROWS, n1), y + n, ldy);
     return;
   }
   // Results pass through a small buffer: written ROWS at a time, rows that lie a multiple of 4 KiB apart would evict
   // each other's half-filled lines from the cache.
-  float *wide = wide_rows.get(ROWS * c.w.k), *out = results.get(rows * COLUMNS);
+  float* out = results.get(rows * COLUMNS);
   for (int64_t n = n0; n < n1; n += COLUMNS) {
     const int64_t end = std::min<int64_t>(n + COLUMNS, n1);
-    for (int64_t i = n; i < end; i += ROWS) run_rows<W>(c, rows, x, i, std::min(i + ROWS, end), wide, out + i - n, COLUMNS);
+    for (int64_t i = n; i < end; i += ROWS) run_rows<W>(c, rows, x, i, std::min(i + ROWS, end), out + i - n, COLUMNS);
     for (int64_t m = 0; m < rows; m++) std::memcpy(y + m * ldy + n, out + m * COLUMNS, (end - n) * sizeof(float));
   }
 }
@@ -349,10 +331,17 @@ void start_helpers(XLA_FFI_CallFrame* frame, Call* c, int64_t count) {
   }
 }
 
-INLINE void pause_cpu() {
+// Waits for helpers to finish the chunks they hold: microseconds, unless the machine gave their core to someone else.
+void wait(const Call& c) {
+  for (int spins = 0; c.done.load(std::memory_order_acquire) < c.chunks; spins++) {
+    if (spins > 2000) {
+      sched_yield();
+      continue;
+    }
 #if defined(__x86_64__)
-  __builtin_ia32_pause();
+    __builtin_ia32_pause();
 #endif
+  }
 }
 
 }  // namespace
@@ -408,7 +397,7 @@ extern "C" XLA_FFI_Error* deepinfer_cpu_matmul(XLA_FFI_CallFrame* frame) {
   c->references = 1 + static_cast<int>(std::max<int64_t>(helpers, 0));
   start_helpers(frame, c, helpers);
   work(*c);
-  while (c->done.load(std::memory_order_acquire) < c->chunks) pause_cpu();
+  wait(*c);
   release(c);
   return nullptr;
 }

@@ -31,6 +31,8 @@ from .dispatch import current_target
 ENVIRONMENT_VARIABLE = "DEEPINFER_CPU_MATMUL"
 INT4_GROUP = 32
 FORMATS = {"f32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8, "int4": jnp.uint8}
+MAX_ROWS = {"f32": 64, "bf16": 8, "int8": 1 << 30, "int4": 1 << 30}
+"""From more rows on XLA's float products, which pack the weights first, are faster (docs/decisions/011-cpu-matmul.md)."""
 _SOURCE = Path(__file__).with_name("cpu_matmul.cc")
 _TARGET_NAME = "deepinfer_cpu_matmul"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
@@ -86,8 +88,15 @@ def _companions(format: str, x_shape, w_shape, scale, group) -> list[jax.Array]:
 
 
 def in_use() -> bool:
-    """Whether programs traced now should call `matmul_nt`: their target is a CPU and the library is there (built if need be)."""
+    """Whether programs traced now can call `matmul_nt`: their target is a CPU and the library is there (built if need be)."""
     return current_target().platform == "cpu" and status().native
+
+
+def preferred(weight_dtype: jnp.dtype, rows: int) -> bool:
+    """Whether `rows` rows times weights of this type should go through `matmul_nt`: it can, and no XLA product is faster."""
+    limits = {jnp.dtype(FORMATS[name]): limit for name, limit in MAX_ROWS.items()}
+    dtype = jnp.dtype(weight_dtype)
+    return dtype in limits and rows <= limits[dtype] and in_use()
 
 
 def status() -> Status:

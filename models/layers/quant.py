@@ -44,8 +44,8 @@ def dot_last(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> 
 
 
 def float_matmul(x: jax.Array, w: jax.Array, preferred: jnp.dtype | None = None) -> jax.Array:
-    """`dot_last` for float weights, by the compiled CPU product where there is one."""
-    if w.dtype not in (jnp.float32, jnp.bfloat16) or not cpu_matmul.in_use():
+    """`dot_last` for float weights, by the compiled CPU product where that is the faster one."""
+    if not cpu_matmul.preferred(w.dtype, x.size // x.shape[-1]):
         return dot_last(x, w, preferred)
     out = jnp.result_type(x, w) if preferred is None else preferred
 

@@ -106,6 +106,11 @@ def test_operands_that_do_not_fit_are_refused():
             matmul_nt(x, **arguments)
 
 
+def test_preferred_where_no_xla_product_is_faster():
+    assert cpu_matmul.preferred(jnp.float32, 1) and not cpu_matmul.preferred(jnp.float32, 4096)
+    assert cpu_matmul.preferred(jnp.uint8, 4096) and not cpu_matmul.preferred(jnp.float16, 1)
+
+
 def test_overrides_and_a_failed_build(tmp_path, monkeypatch):
     monkeypatch.setenv(cpu_matmul.ENVIRONMENT_VARIABLE, "xla")
     assert not cpu_matmul.in_use() and "=xla" in cpu_matmul.status().reason
