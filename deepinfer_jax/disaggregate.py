@@ -19,6 +19,7 @@ import numpy as np
 from deepinfer_jax import mesh_link
 from deepinfer_jax.admission import PromptInput, check_request, tokenize_prompt
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.handoff import HandoffConfig
 from deepinfer_jax.loading import ModelSource
 from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.outputs import RequestOutput
@@ -74,10 +75,12 @@ class DisaggregatedEngine(Coordinator):
         self.completion_engines: list[CompletionEngine] = [
             make(CompletionEngine, EngineType.COMPLETION, i) for i in range(c.completion_engines)
         ]
+        warm = all(a.warm_up for a in args.values())
+        handoff = c.handoff or HandoffConfig(timeout=HandoffConfig.timeout * (1 if warm else 10))
         for i, engine in enumerate(self.prompt_engines):
-            engine.start_hand_over(f"PROMPT_{i}", self, c.handoff)
+            engine.start_hand_over(f"PROMPT_{i}", self, handoff)
         for i, engine in enumerate(self.completion_engines):
-            engine.start_hand_over(f"COMPLETION_{i}", c.handoff, c.reserve_fraction)
+            engine.start_hand_over(f"COMPLETION_{i}", handoff, c.reserve_fraction)
         for engine in (*self.prompt_engines, *self.completion_engines):
             self.workers[engine.name] = EngineWorker(engine, self._on_output, self._on_crash)
         self._links = {}

@@ -29,15 +29,16 @@ ROLE_FIELDS = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DisaggregationConfig:
     """prompt_engines, completion_engines: how many. prompt_mesh, completion_mesh: EngineArgs fields of that role (parallel
-    sizes, buckets, num_blocks, ...), and "devices" to choose them. router: None gives each prompt engine about four steps' worth
-    of prompts at a time. stall_timeout: seconds one step may take before its engine
+    sizes, buckets, num_blocks, ...), and "devices" to choose them. handoff: None is HandoffConfig(), with ten
+    times its time-out where steps may compile (no warm-up). router: None gives each prompt engine about four steps' worth of
+    prompts at a time. stall_timeout: seconds one step may take before its engine
     counts as dead; None: no limit (a first step may compile)."""
 
     prompt_engines: int = 1
     completion_engines: int = 1
     prompt_mesh: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     completion_mesh: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    handoff: HandoffConfig = dataclasses.field(default_factory=HandoffConfig)
+    handoff: HandoffConfig | None = None
     router: RouterConfig | None = None
     reserve_fraction: float = 1.0
     stall_timeout: float | None = None

@@ -194,8 +194,8 @@ class Coordinator:
         with self._lock:
             if self._current(key) is None:
                 return
-        engine.add_request(key, {"prompt_token_ids": part.prompt_token_ids}, part.params, arrival_time=part.arrival_time)
-        engine.set_seed(key, part.seed)
+        prompt = {"prompt_token_ids": part.prompt_token_ids}
+        engine.add_request(key, prompt, part.params, arrival_time=part.arrival_time, seed=part.seed)
 
     def _settle(self, verdict: Verdict) -> None:
         self._tell([(name, verdict.attempt_id) for name in verdict.told], verdict.reason)

@@ -82,22 +82,25 @@ class PromptEngine(_HandoverEngine):
         self._by_key: dict[str, Completion] = {}
         self._chunks: dict[str, int] = {}  # tokens scheduled in this step, by key
         self._step_start = 0.0
+        self._has_states = "states" in self.mover.kinds
 
-    def add_request(self, request_id: str | None, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
+    def add_request(
+        self, request_id: str | None, prompt: Any, params: SamplingParams | None = None, *, seed: int | None = None, **options: Any
+    ) -> Request:
+        """seed: the 64-bit seed of its draws (the coordinator's, so that a retry repeats them); None: as in any engine."""
         if params is not None and params.n > 1:
             raise ValueError(f"request {request_id!r}: a PROMPT engine hands over single completions, got n={params.n}")
         with self._lock:
             request = super().add_request(request_id, prompt, params, **options)
             self._by_key[request.request_id] = request.completions[0]
+            if seed is not None:
+                request.completions[0].seed = seed
+            self._offer_next()
             return request
 
     def adopt_request(self, request: Request) -> None:
         super().adopt_request(request)
         self._by_key[request.request_id] = request.completions[0]
-
-    def set_seed(self, request_id: str, seed: int) -> None:
-        """The 64-bit seed of the draws of a request just added (the coordinator draws it, so that retries repeat it)."""
-        self._by_key[request_id].seed = seed
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
         with self._lock:
@@ -121,16 +124,27 @@ class PromptEngine(_HandoverEngine):
             for item in o.prefill:
                 key = self._completions[item.seq.request_id].request.request_id
                 self._chunks[key] = item.q_len
-                if key not in self.sender.outgoing:
-                    self._offer(key)
+                self._offer(key)
+
+    def _offer_next(self) -> None:
+        """Asks for room for what the next two steps will hold, so that the answer is there when the first chunk is."""
+        for scheduler in self.schedulers:
+            budget = 2 * scheduler.config.prefill_budget
+            for seq in scheduler.waiting:
+                c = self._completions.get(seq.request_id)
+                if budget <= 0 or c is None:
+                    break
+                budget -= seq.num_tokens - seq.num_scheduled
+                if not seq.is_finished:
+                    self._offer(c.request.request_id)
 
     def _offer(self, key: str) -> None:
         c = self._by_key[key]
         scheduler = self.schedulers[c.rank]
-        if scheduler.max_len_of(c.seq) <= c.seq.prompt_len + 1:
-            return  # ends here, whatever its first token is
+        if key in self.sender.outgoing or scheduler.max_len_of(c.seq) <= c.seq.prompt_len + 1:
+            return  # or it ends here, whatever its first token is
         state = RequestState(key, c.request.prompt_token_ids, params_to_dict(c.params), c.seed)
-        self.sender.offer(key, state.to_dict(), scheduler.config.pages(c.seq.prompt_len), int(c.seq.state_id >= 0))
+        self.sender.offer(key, state.to_dict(), scheduler.config.pages(c.seq.prompt_len), int(self._has_states))
 
     def pe_prepare_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
         """Chunks of this step that fill pages start moving while the sampler runs."""
@@ -154,6 +168,7 @@ class PromptEngine(_HandoverEngine):
             self.coordinator.prefilled(key)
             self.sender.prefilled(key, request_state(c).to_dict())
         self.drop_finished_prompts()
+        self._offer_next()
         self.sender.pump()
 
     def _forget(self, request: Request) -> None:

@@ -80,12 +80,10 @@ class FakePrompt(Driver):
         self.rank: dict[str, int] = {}
         self.dropped: list[tuple] = []
 
-    def add_request(self, key, prompt, params, arrival_time=None) -> None:
+    def add_request(self, key, prompt, params, arrival_time=None, seed=None) -> None:
         seq = Sequence(key, prompt["prompt_token_ids"], max_tokens=params.max_tokens, eos_token_ids=(EOS,), ignore_eos=params.ignore_eos)
         self.seqs[key], self.rank[key] = seq, self.world.rng.randrange(len(self.schedulers))
         self.schedulers[self.rank[key]].add_request(seq)
-
-    def set_seed(self, key, seed) -> None: ...
 
     def abort_request(self, key) -> None:
         if key in self.seqs:
