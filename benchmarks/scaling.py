@@ -156,7 +156,11 @@ def sweeps(quick: bool) -> dict[str, tuple[str, list[int], list[Point]]]:
         "decode, context": ("keys per sequence, 4 sequences", context, [Point(4, n, layers=small) for n in context]),
         "prefill, tokens": ("tokens of one prompt", tokens, [Point(1, n, prefill=True, layers=small) for n in tokens]),
         "decode, layers": ("layers, 4 sequences of 128 keys", layers, [Point(4, 128, layers=n) for n in layers]),
-        "prefill, layers": (f"layers, {64 if quick else 512} tokens", layers, [Point(1, 64 if quick else 512, prefill=True, layers=n) for n in layers]),
+        "prefill, layers": (
+            f"layers, {64 if quick else 512} tokens",
+            layers,
+            [Point(1, 64 if quick else 512, prefill=True, layers=n) for n in layers],
+        ),
         "decode, pool size": (
             pool,
             blocks,
