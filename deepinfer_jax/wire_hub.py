@@ -312,7 +312,11 @@ class Hub:
             channel.is_open, channel.session, channel.peer = True, message.session, message.name
             channel.handler.opened(channel, message)
         else:
-            channel.handler.message(channel, message, frames[1:])
+            try:
+                channel.handler.message(channel, message, frames[1:])
+            except (ValueError, TypeError, LookupError) as error:  # well-formed, but not acceptable: that peer's end, not ours
+                logger.exception("%s: %s from %s", self.name, type(message).__name__, channel.peer)
+                self._lose(channel, f"its {type(message).__name__} cannot be handled: {type(error).__name__}: {error}")
 
     def _read_monitor(self, monitor: zmq.Socket) -> None:
         while monitor in self._monitors:

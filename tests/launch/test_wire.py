@@ -1,49 +1,19 @@
 """Channels between hubs: handshake, order, silence, garbage, secrets. All within this process, over loopback sockets."""
 
 import socket
-import threading
 import time
 
 import msgspec
 import pytest
 import zmq
+from wire_handler import FAST, Handler
 
 from deepinfer_jax import wire
 from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from deepinfer_jax.wire_hub import Hub, HubConfig
 from deepinfer_jax.wire_security import Security
 
-FAST = HubConfig(heartbeat=0.05, peer_timeout=0.5, connect_timeout=1.0, max_frame=1 << 20)
 SECRET = b"sixteen bytes or more"
-
-
-class Handler:
-    """Notes what happens."""
-
-    def __init__(self):
-        self.messages, self.ended, self.channel = [], None, None
-        self.changed = threading.Condition()
-
-    def _note(self, name, value):
-        with self.changed:
-            setattr(self, name, value)
-            self.changed.notify_all()
-
-    def opened(self, channel, welcome):
-        self.welcome = welcome
-        self._note("channel", channel)
-
-    def message(self, channel, message, frames):
-        with self.changed:
-            self.messages.append((message, [bytes(f.buffer) for f in frames]))
-            self.changed.notify_all()
-
-    def lost(self, channel, reason, final):
-        self._note("ended", (reason, final))
-
-    def wait(self, condition, timeout=10):
-        with self.changed:
-            assert self.changed.wait_for(condition, timeout), (self.messages, self.ended)
 
 
 @pytest.fixture
