@@ -151,7 +151,8 @@ class TieredStore:
 
     def save(self, prefix: Prefix, arrays: Mapping[str, np.ndarray]) -> None:
         """Keeps pages; arrays {cache: [len(keys), layers, *entry]}. prefix.root: key of the page before the first."""
-        pages = [self._page(prefix, i, {n: a[i].copy() for n, a in arrays.items()}) for i in range(len(prefix.keys))]
+        take = np.copy if self.host is not None else np.asarray  # host memory keeps pages one by one, not the whole batch alive
+        pages = [self._page(prefix, i, {n: take(a[i]) for n, a in arrays.items()}) for i in range(len(prefix.keys))]
         self.counters["saved"] += len(pages)
         back = self.write_back and self.host is not None and self.disk is not None
         if self.host is not None:

@@ -6,11 +6,12 @@
 
 What is copied: used blocks only (and those the prefix cache can find), gathered on the device behind the steps that wrote them.
 The folder is an Orbax CheckpointManager with one step per snapshot, the two newest kept: items `arrays` (StandardSave) and `meta`
-(JsonSave). Arrays carry a CRC-32 each. The block size must be the same on both sides; block ids are not part of a snapshot.
+(JsonSave). Arrays and requests carry a CRC-32 each. The block size must be the same on both sides; block ids are not part of a snapshot.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -162,10 +163,10 @@ def write(snapshot: Snapshot, folder: Path) -> int:
 
     arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
     described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
-    meta = snapshot.meta | {"arrays": described}
+    text = json.dumps(snapshot.meta | {"arrays": described})
     with _writing, _manager(folder, max_to_keep=KEPT) as manager:
         step = (manager.latest_step() or 0) + 1
-        items = {"meta": ocp.args.JsonSave(meta)}
+        items = {"meta": ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())})}
         if arrays:
             items["arrays"] = ocp.args.StandardSave(arrays)
         manager.save(step, args=ocp.args.Composite(**items))
@@ -185,7 +186,10 @@ def load(folder: str | Path, step: int | None = None) -> Snapshot:
         if step is None or step not in manager.all_steps():
             raise SnapshotError(f"{folder}: no complete snapshot{'' if step is None else f' {step}'}; there are {manager.all_steps()}")
         try:
-            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            saved = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            if zlib.crc32(saved["text"].encode()) != saved["crc32"]:
+                raise SnapshotError("checksum of the requests differs")
+            meta = json.loads(saved["text"])
             described = meta.pop("arrays")
             arrays: dict[str, dict[str, np.ndarray]] = {}
             if described:

@@ -35,6 +35,7 @@ def restore(engine: LLMEngine, folder: str | Path, step: int | None = None) -> l
 
 def put(engine: LLMEngine, loaded: snapshot.Snapshot) -> list[str]:
     """`restore` from memory, under the engine's lock."""
+    engine.drain()  # forgets what has been aborted
     meta = loaded.meta
     taken = [r["request_id"] for r in meta["requests"] if engine.is_active(r["request_id"])]
     if taken:
