@@ -64,7 +64,7 @@ VARIABLES: dict[str, Variable] = {
     "ENFORCE_EAGER": Variable(False, parse_bool, "compile nothing ahead"),
     "JIT_CACHE_DIR": Variable("", str, "persistent compilation cache"),
     "LOGGING_INTERVAL_STEP": Variable(100, int, "steps between log lines, <= 0: off"),
-    "GC_INTERVAL_STEP": Variable(1000, int, "steps between garbage collections"),
+    "GC_INTERVAL_STEP": Variable(1000, int, "without effect: collections were measured not to hold up steps"),
     "MULTIMODAL_POOL_SIZE_GB": Variable(8.0, float, "size of the image feature pool"),
     "XGRAMMAR_TIMEOUT": Variable(20.0, float, "seconds a grammar may compile"),
 }
