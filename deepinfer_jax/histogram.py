@@ -21,8 +21,14 @@ class Histogram:
         self.sum += value
 
     def observe_many(self, values: np.ndarray) -> None:
-        """values: float64 [n]."""
-        self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
+        """values: float64 [n]. Sequences of one batch wait alike, so that all values mostly fall into one bucket."""
+        if not len(values):
+            return
+        low, high = self.bounds.searchsorted((values.min(), values.max()))
+        if low == high:
+            self.counts[low] += len(values)
+        else:
+            self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
         self.sum += float(values.sum())
 
     @property

@@ -163,6 +163,10 @@ def test_histogram_counts_sums_and_quantiles():
     h.observe(3.0)
     h.observe(9.0)
     assert h.counts.tolist() == [2, 1, 1, 1] and h.sum == values.sum() and h.count == 5
+    h.observe_many(values[:0])
+    same = Histogram((1.0, 2.0, 4.0))
+    same.observe_many(np.array([1.5, 2.0, 1.1]))
+    assert same.counts.tolist() == [0, 3, 0, 0]
     assert h.cumulative() == [("1", 2), ("2", 3), ("4", 4), ("+Inf", 5)]
     assert h.quantile(0.2) == 0.5 and h.quantile(0.6) == 2.0 and h.quantile(0.7) == 3.0 and h.quantile(1.0) == 4.0
     assert Histogram().summary() == {"count": 0}
