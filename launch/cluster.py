@@ -198,7 +198,8 @@ class Cluster(Coordinator):
         self.counters["left" if clean else "lost"] += 1
         self._on_crash(worker, f"{worker.name}: {reason}")
         self.gone.append({"name": worker.name, "kind": worker.kind, "reason": reason, "time": time.time()})
-        for other in [w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None]:
+        others = [w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None]
+        for other in () if clean else others:  # a job that has drained leaves process by process
             other.channel.close(f"process {worker.hello.process} of the job is gone: {reason}")
             self.engine_lost(other, f"process {worker.hello.process} of its job is gone")
         self._tell_peers()

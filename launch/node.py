@@ -290,6 +290,8 @@ class EngineNode:
         was_open, self._router = self._router is not None, None
         if final:
             self._exit = (2, f"refused by the router: {reason}")
+        elif self._exit is not None:
+            return  # leaving anyway
         elif self.config.processes > 1 and was_open:
             self._abandon(f"the job has lost its router session: {reason}")
         else:
