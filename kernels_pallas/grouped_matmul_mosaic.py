@@ -147,7 +147,8 @@ def _body(items, live, *refs, tile, sms, groups, scaled, weighted, **scratch):
     @pl.when(wg == 2)
     def _producer():
         plgpu.set_max_registers(40, action="decrease")
-        lax.fori_loop(0, mine, functools.partial(_load_tile, tile_of=tile_of, x=x, w=w, tile=tile, scratch=scratch), jnp.int32(0))
+        load = functools.partial(_load_tile, tile_of=tile_of, x=x, w=w, tile=tile, scratch=scratch)
+        mg.drain(scratch["free"], tile.stages, lax.fori_loop(0, mine, load, jnp.int32(0)))
 
     @pl.when(wg < 2)
     def _consumer():
@@ -231,13 +232,13 @@ def _multiply_scaled(done, steps, wg, tile, scratch, *, scales, group, column, w
     def step(i, sums):
         slot = lax.rem(done + i, tile.stages)
         plgpu.barrier_wait(scratch["ready"].at[slot])
-        plgpu.barrier_arrive_and_wait(scratch["meet"])  # the other warpgroup still multiplies with the last step's weights
+        mg.meet(scratch["meet"])  # the other warpgroup still multiplies with the last step's weights
         w8 = scratch["w_ring"].at[slot]
         for j in range(tile.n // ROWS):
             rows = pl.ds(j * ROWS, ROWS)
             pl.when(wg == j % 2)(functools.partial(mg.widen, w8.at[rows], wide.at[rows]))
         plgpu.commit_smem()
-        plgpu.barrier_arrive_and_wait(scratch["meet"])
+        mg.meet(scratch["meet"])
         rows, columns = _operands(tile, wg, scratch["x_ring"].at[slot], wide)
         added = []
         for p, part in enumerate(columns):

@@ -144,7 +144,7 @@ def _body(
     def exchange(mine, combine):
         """combine(this warpgroup's row values, the other's)."""
         row_smem.at[wg][...] = mine
-        plgpu.barrier_arrive_and_wait(meet)
+        mg.meet(meet)
         other = plgpu.load(row_smem.at[1 - wg], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         return combine(mine, other)
 
@@ -158,13 +158,13 @@ def _body(
             _each_chunk(wg, latent, half_v, lambda chunk: mg.widen(latent.at[:, chunk], wide.at[:, chunk]))
             latent = wide
             plgpu.commit_smem()
-            plgpu.barrier_arrive_and_wait(meet)
+            mg.meet(meet)
 
         @pl.when(live < _TILE)
         def _last_tile():
             _each_chunk(wg, latent, half_v, lambda chunk: mg.zero_dead_rows(latent.at[:, chunk], live))
             plgpu.commit_smem()
-            plgpu.barrier_arrive_and_wait(meet)
+            mg.meet(meet)
 
         keys = latent.at[pl.ds(wg * _HALF, _HALF)]
         scores = mg.product(q_smem, keys.transpose((1, 0))) * scale2
@@ -186,7 +186,7 @@ def _body(
         total = total * keep + jnp.sum(weights, axis=1)
         p_smem.at[pl.ds(wg * ROWS, ROWS)][...] = weights.astype(p_smem.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive_and_wait(meet)
+        mg.meet(meet)
         acc = acc * mg.over_rows(keep, acc.shape)
         for i in range(2):
             values = latent.at[pl.ds(i * _HALF, _HALF), pl.ds(wg * half_v, half_v)]
@@ -200,11 +200,11 @@ def _body(
     inverse = jnp.where(alive, 1.0 / total, 0.0)
     acc = jnp.where(mg.over_rows(alive, acc.shape), acc * mg.over_rows(inverse, acc.shape), 0.0)
     rows = pl.ds(block * ROWS, ROWS)
-    plgpu.store(out.at[seq, split, rows, pl.ds(wg * half_v, half_v)], acc, optimized=False)
+    mg.store_gmem(out.at[seq, split, rows, pl.ds(wg * half_v, half_v)], acc)
 
     @pl.when(wg == 0)
     def _store_lse():
-        plgpu.store(lse_out.at[seq, split, rows], jnp.where(alive, top + jnp.log2(total), mg.NEVER), optimized=False)
+        mg.store_gmem(lse_out.at[seq, split, rows], jnp.where(alive, top + jnp.log2(total), mg.NEVER))
 
 
 def _each_chunk(wg, ref, half_v: int, apply) -> None:

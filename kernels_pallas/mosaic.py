@@ -82,6 +82,26 @@ def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def meet(barrier) -> None:
+    """Wait until every warpgroup the barrier counts is here."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def drain(free, stages: int, uses) -> None:
+    """Wait for the last release of every ring slot that was used, so that no barrier ends with a phase nobody has seen."""
+    for slot in range(stages):
+        pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+
+def store_gmem(ref, value: jax.Array) -> None:
+    """Registers straight to global memory."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # jax 0.11
+        ref[...] = value
+
+
 def zero_dead_rows(ref, live) -> None:
     """Zero the rows of ref[K, N] from `live` on: what lies there may be NaN, and 0 * NaN would reach the result."""
     rows = iota(ref.shape, 0)

@@ -152,6 +152,7 @@ def _stream_pages(tables, k_pool, v_pool, ring, seq, kv_head, begin, end, tile):
             plgpu.copy_gmem_to_smem(v_pool.at[page, :, kv_head], v_ring.at[slot, rows], kv_ready.at[slot])
 
     lax.fori_loop(begin, end, fetch, None)
+    mg.drain(kv_free, _STAGES, end - begin)
 
 
 def _step(j, carry, *, masked, q_smem, position, kv_len, begin, scale2, window, tile, wg, interpret, scratch):
@@ -160,11 +161,11 @@ def _step(j, carry, *, masked, q_smem, position, kv_len, begin, scale2, window, 
     plgpu.barrier_wait(scratch["kv_ready"].at[slot])
     k, v = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
     if scratch["k_wide"] is not None:
-        plgpu.barrier_arrive_and_wait(scratch["meet"])  # the other warpgroup still multiplies with the last tile
+        mg.meet(scratch["meet"])  # the other warpgroup still multiplies with the last tile
         for narrow, wide in ((k, scratch["k_wide"]), (v, scratch["v_wide"])):
             _each_chunk(wg, narrow, lambda c, narrow=narrow, wide=wide: mg.widen(narrow.at[:, c], wide.at[:, c]))
         plgpu.commit_smem()
-        plgpu.barrier_arrive_and_wait(scratch["meet"])
+        mg.meet(scratch["meet"])
         k, v = scratch["k_wide"], scratch["v_wide"]
     if masked:
         live = kv_len - j * tile
@@ -173,7 +174,7 @@ def _step(j, carry, *, masked, q_smem, position, kv_len, begin, scale2, window, 
         def _last_tile():
             _each_chunk(wg, v, lambda c: mg.zero_dead_rows(v.at[:, c], live))
             plgpu.commit_smem()
-            plgpu.barrier_arrive_and_wait(scratch["meet"])
+            mg.meet(scratch["meet"])
 
     scores = mg.product(q_smem, k.transpose((1, 0))) * scale2
     if masked:
