@@ -1,7 +1,7 @@
 # make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
 # make test    the test suite
 # make lint    ruff
-# make fuzz    random episodes over real schedulers (FUZZ_STEPS=5000000 for a long run)
+# make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
 # make clean   remove the virtual environment and build products
@@ -14,6 +14,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?= -n 2 --dist worksteal
 FUZZ_STEPS ?= 500000
+FUZZ_REQUESTS ?= 100000
 
 .PHONY: help demo test lint fuzz aot venv clean
 help:
@@ -31,6 +32,7 @@ lint: $(VENV)/.dev-installed
 
 fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
+	JAX_PLATFORMS=cpu $(PY) tests/helpers/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
 
 aot: $(VENV)/.aot-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) $(wildcard tests/*/test_*aot*.py)

@@ -33,7 +33,7 @@ class Worker(Protocol):
 
 
 class Coordinator:
-    """Thread-safe. Ids: a request is cut into parts `id#i`, each prefilled as attempt `id#i@k` and handed over as `id#i@k/t`."""
+    """Thread-safe. Ids: a request is cut into parts `id#unique.i`, each prefilled as attempt `...@k` and handed over as `...@k/t`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -59,10 +59,10 @@ class Coordinator:
                     want = max_model_len if part.params.max_tokens is None else part.params.max_tokens
                     self.router.add(part.id, ids, max(1, min(want, max_model_len - len(ids))))
                     added.append(part)
-            except ValueError:
+            except ValueError as error:
                 for part in added:
                     self.router.cancel(part.id)
-                raise
+                raise ValueError(str(error).replace(repr(request.parts[len(added)].id), repr(request.request_id))) from None
             self._requests[request.request_id] = request
             self._parts |= {part.id: part for part in request.parts}
             self._dispatch()

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+
+_PROCESS = os.urandom(3).hex()
+_serial = itertools.count()
+
+
+def unique_id(request_id: str) -> str:
+    """A name that no request of any process has had: an id that is used again must not find its old hand-over's "success".
+    Without the characters that attempt and hand-over ids are put together with."""
+    return f"{re.sub('[#@/]', '_', request_id)}#{_PROCESS}-{next(_serial)}"
 
 
 @dataclass(eq=False)
@@ -24,7 +36,7 @@ class Part:
 
     @property
     def id(self) -> str:
-        return f"{self.request.request_id}#{self.index}"
+        return f"{self.request.unique_id}.{self.index}"
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -56,6 +68,7 @@ class SplitRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     parts: list[Part] = field(default_factory=list)
+    unique_id: str = ""
     done: dict[int, RequestOutput] = field(default_factory=dict)
 
     @classmethod
@@ -63,7 +76,7 @@ class SplitRequest:
         cls, request_id: str, prompt: str | None, ids: list[int], params: SamplingParams, draw_seed: Callable[[], int], arrival: float
     ) -> SplitRequest:
         """The parts of a request; part i draws with the request's seed + i, as one engine would."""
-        request = cls(request_id, prompt, ids, params)
+        request = cls(request_id, prompt, ids, params, unique_id=unique_id(request_id))
         base = draw_seed() if params.seed is None else params.seed
         for index in range(params.n):
             child = params if params.n == 1 else params.child(index)

@@ -242,7 +242,7 @@ def test_a_full_completion_engine_refuses_before_any_byte_moves():
 
 def test_what_can_never_fit_is_refused_with_its_numbers():
     world = World(0, completion=1)
-    with pytest.raises(ValueError, match=r"request 'r0#0': needs KV for \d+ tokens, the largest completion engine holds"):
+    with pytest.raises(ValueError, match=r"request 'r0': needs KV for \d+ tokens, the largest completion engine holds"):
         world.router.completion["C0"].capacity = type(world.router.completion["C0"].capacity)(4, 20)
         world.add("r0", [2] * 30, 12)
     world.prompts.clear()
@@ -275,6 +275,21 @@ def test_duplicate_and_late_messages_change_nothing(kind):
     check_results(world, Counter())
     reasons = Counter(o.outputs[0].finish_reason for o in world.results.values())
     assert reasons["length"] >= 7 and reasons["error"] == 0, reasons
+
+
+def test_an_id_used_again_does_not_find_its_old_success():
+    world = World(8, prompt=1, completion=1)
+    for _ in range(3):
+        for request_id in ("same", "a/b#c@d"):
+            world.add(request_id, [3, 4, 5, 6, 7, 8], 5)
+        start = world.now
+        while world._requests:
+            world.tick()
+        assert world.now - start < world.handoff.timeout
+        assert all(o.outputs[0].finish_reason == "length" for o in world.results.values()) and len(world.results) == 2
+        world.results.clear()
+    world.prompts.clear()
+    world.settle()
 
 
 def test_a_cancelled_request_frees_both_sides():

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models
@@ -14,8 +15,9 @@ from tokenizers import decoders, models
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import GOLDEN, GREEDY, Golden
 
-from deepinfer_jax import LLM, SamplingParams
+from deepinfer_jax import LLM, RequestOutputKind, SamplingParams
 from deepinfer_jax.handoff import HandoffConfig, LayoutMismatch
+from deepinfer_jax.models.resolve import resolve_model_path
 
 ARGS = {
     "max_model_len": 128,
@@ -156,6 +158,38 @@ def test_a_stream_closed_early_frees_both_sides(apart):
     assert not apart.engine.has_unfinished_requests() or apart.engine.step() is not None
 
 
+def test_an_id_may_be_used_again(apart):
+    for _ in range(3):
+        apart.engine.add_request("a/b", LLAMA.prompts[1], GREEDY.replace(output_kind=RequestOutputKind.FINAL_ONLY))
+        outputs = []
+        while apart.engine.has_unfinished_requests():
+            outputs += apart.engine.step()
+        assert [(o.request_id, o.outputs[0].token_ids) for o in outputs] == [("a/b", LLAMA.greedy[1])]
+
+
+def test_random_aborts_leak_nothing(apart):
+    rng = np.random.default_rng(0)
+    final = {}
+    for i in range(40):
+        params = GREEDY.replace(max_tokens=int(rng.integers(1, 30)), output_kind=RequestOutputKind.FINAL_ONLY, n=int(rng.integers(1, 3)))
+        apart.engine.add_request(f"r{i}", LLAMA.prompts[i % 4], params)
+        if rng.random() < 0.5:
+            apart.engine.abort_request(f"r{rng.integers(0, i + 1)}")
+        for o in apart.engine.step() if rng.random() < 0.5 else ():
+            assert final.setdefault(o.request_id, o) is o
+    while apart.engine.has_unfinished_requests():
+        for o in apart.engine.step():
+            assert final.setdefault(o.request_id, o) is o
+    assert len(final) == 40
+    for i in range(40):
+        for c in final[f"r{i}"].outputs:
+            assert c.token_ids == LLAMA.greedy[i % 4][: len(c.token_ids)][:24] or len(c.token_ids) > 24
+            assert c.finish_reason in ("length", "abort")
+    apart.engine.wait_idle()
+    apart.engine.check_integrity()
+    assert all(not list(s.sequences) for w in apart.engine.workers.values() for s in w.engine.schedulers)
+
+
 def test_bad_requests_are_refused_by_name_and_long_prompts_end_at_once(apart):
     with pytest.raises(ValueError, match="token id 512 at position 0 is outside the vocabulary"):
         apart.generate([[512]], GREEDY, use_tqdm=False)
@@ -169,6 +203,25 @@ def test_chat_and_stats_work_apart(apart):
     assert set(stats["engines"]) == {"PROMPT_0", "COMPLETION_0"} and stats["handoff"]["PROMPT_0"]["acked"] > 0
     with pytest.raises(ValueError, match="chat template"):
         apart.chat([{"role": "user", "content": "t1"}])
+
+
+def test_the_demo_model_apart():
+    try:
+        folder = resolve_model_path("demo")
+    except ValueError as error:
+        if "cannot download" not in str(error):
+            raise
+        pytest.skip(str(error))
+    small = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 40, "max_num_batched_tokens": 128, "max_logprobs": 0}
+    small |= {"prefill_buckets": (128,), "decode_buckets": (4,), "enable_penalties": False, "warm_up": False}
+    prompts = ["The capital of France is", "Once upon a time there was"]
+    with LLM(str(folder), **small) as one, LLM(str(folder), disaggregate="1P:1D", **small) as two:
+        params = SamplingParams(temperature=0.0, max_tokens=12, stop=["xyzzy"])
+        a, b = (llm.generate(prompts, params, use_tqdm=False) for llm in (one, two))
+    assert [(o.prompt, o.outputs[0].text, o.outputs[0].token_ids) for o in a] == [
+        (o.prompt, o.outputs[0].text, o.outputs[0].token_ids) for o in b
+    ]
+    assert "Paris" in b[0].outputs[0].text
 
 
 # ---- meshes ---------------------------------------------------------------------------------------------------------------

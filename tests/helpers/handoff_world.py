@@ -263,6 +263,7 @@ class World(Coordinator):
         self.in_transit: list = []
         self.limits: dict[str, dict] = {}
         self.prompts: dict[str, SplitRequest] = {}
+        self.streaming: dict[str, bool] = {}
         self.results: dict[str, RequestOutput] = {}
         self.links: dict[tuple[str, str], tuple[FakeLink, FakeLink]] = {}
         self.aborted: set[str] = set()
@@ -345,6 +346,7 @@ class World(Coordinator):
         for part in request.parts:
             self.limits[part.id] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
         self.prompts[request_id] = request
+        self.streaming[request.unique_id] = stream
         try:
             self.submit(request, 48)
         except RuntimeError as error:
@@ -353,7 +355,7 @@ class World(Coordinator):
             self.results[request_id] = output
 
     def streams(self, key: str) -> bool:
-        return self.prompts[key.partition("#")[0]].params.output_kind is RequestOutputKind.CUMULATIVE
+        return self.streaming[key.partition("@")[0].rpartition(".")[0]]
 
     def output(self, engine, output_id: str, tokens: list[int], reason: str | None) -> None:
         worker = self.workers[engine.name]
