@@ -127,6 +127,17 @@ class BlockMover:
         """Bytes of one block (or state row) over all layers and caches, one copy."""
         return sum(s.layers * math.prod(self._entry(kind, s)) * np.dtype(s.dtype).itemsize for s in self.specs[kind])
 
+    def device_row(self, rank: int) -> list[jax.Device]:
+        """The tensor-parallel devices of a local rank, in the order of a payload's pieces."""
+        return list(self._devices[rank])
+
+    def shard_shape(self, kind: str, spec: CacheSpec, size: int) -> tuple[int, ...]:
+        """Shape of one device's array of a payload whose bucket is `size`, uncut."""
+        shape = [size, *self._entry(kind, spec)]
+        if spec.tp_dim is not None:
+            shape[self._split_dim(kind, spec)] //= self.axes.tp
+        return tuple(shape)
+
     def _entry(self, kind: str, spec: CacheSpec) -> tuple[int, ...]:
         return (self.block_size, *spec.entry_shape) if kind == "blocks" else tuple(spec.shape)
 
@@ -443,22 +454,27 @@ class BlockMover:
 
     def _local(self, caches: Caches, kind: str) -> Caches:
         """The pools of a kind over this process's ranks."""
-        names = [s.name for s in self.specs[kind]]
         if self._whole:
-            return {n: caches[n] for n in names}
-        return {n: tuple(_rewrap(x, self.mesh, self.ranks, self.axes.dp) for x in caches[n]) for n in names}
+            return {s.name: caches[s.name] for s in self.specs[kind]}
+        return {s.name: self._moved(s, caches[s.name], self.mesh, self.ranks, self.axes.dp) for s in self.specs[kind]}
 
     def _global(self, caches: Caches) -> Caches:
         if self._whole:
             return caches
-        return {n: tuple(_rewrap(x, self.runner.mesh, self.axes.dp, self.ranks) for x in layers) for n, layers in caches.items()}
+        specs = {s.name: s for kind in self.kinds for s in self.specs[kind]}
+        return {n: self._moved(specs[n], layers, self.runner.mesh, self.axes.dp, self.ranks) for n, layers in caches.items()}
+
+    def _moved(self, spec: CacheSpec, layers: Sequence[jax.Array], mesh: Mesh, ranks: int, of: int) -> tuple[jax.Array, ...]:
+        # The arrays' own specs will not do: XLA drops axes of size 1 from them, which are not of size 1 in the other mesh.
+        sharding = NamedSharding(mesh, kv_cache.pool_spec(spec, self.axes))
+        return tuple(_rewrap(x, sharding, ranks, of) for x in layers)
 
 
-def _rewrap(x: jax.Array, mesh: Mesh, ranks: int, of: int) -> jax.Array:
+def _rewrap(x: jax.Array, sharding: NamedSharding, ranks: int, of: int) -> jax.Array:
     """The same shards seen as an array over another mesh with `ranks` instead of `of` ranks; no bytes move."""
     shape = (x.shape[0] // of * ranks, *x.shape[1:])
     shards = [s.data for s in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, x.sharding.spec), shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _local_mesh(runner: Any) -> Mesh:

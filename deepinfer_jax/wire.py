@@ -69,7 +69,7 @@ class Refused(WireMessage, tag="refused"):
 
 
 class Ping(WireMessage, tag="ping"):
-    """Sent when nothing else is. stuck: seconds that the sender's current step has taken; other gauges for the status table."""
+    """Sent with every heartbeat. stuck: seconds that the sender's current step has taken; other gauges for the status table."""
 
     stuck: float = 0.0
     gauges: dict[str, float] = {}

@@ -82,7 +82,8 @@ class Channel:
         self.handler: Handler | None = None
         self.monitor: zmq.Socket | None = None
         self.is_open = self.closed = False
-        self.last_seen = self.last_sent = hub.clock()
+        self.last_seen = hub.clock()
+        self.last_ping = 0.0
         self.peer_ping = wire.Ping()
         self.queue: deque[list[Any]] = deque()
         self.queued_bytes = 0
@@ -238,7 +239,8 @@ class Hub:
             if judge and now - channel.last_seen > (c.peer_timeout if channel.is_open else c.connect_timeout):
                 what = f"nothing heard for {c.peer_timeout} s" if channel.is_open else f"no answer within {c.connect_timeout} s"
                 self._lose(channel, what)
-            elif channel.is_open and now - channel.last_sent >= c.heartbeat:
+            elif channel.is_open and now - channel.last_ping >= c.heartbeat:  # whatever else is sent: it says how its sender is
+                channel.last_ping = now
                 self._enqueue(channel, [wire.encode(self.on_ping())])
 
     def _channels(self) -> list[Channel]:
@@ -334,7 +336,6 @@ class Hub:
     def _enqueue(self, channel: Channel, frames: list[Any]) -> None:
         if channel.closed:
             return
-        channel.last_sent = self.clock()
         if not channel.queue and self._write(channel, frames):
             return
         channel.queue.append(frames)

@@ -32,9 +32,12 @@ class LaunchArgs:
     name: str | None = None
     """Unique among the living engines; a restarted process should keep it. By default role, host and process number."""
     data: str = "127.0.0.1:0"
-    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one)."""
+    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one). PROMPT, --transport device: the host for pulls."""
     advertise: str | None = None
     """COMPLETION: the host by which prompt engines reach this process, where it is not the one in --data."""
+    transport: str = "host"
+    """How KV travels between engines: host (through host memory, encrypted with the secret) or device (jax.experimental.transfer,
+    unencrypted; where one side has it not, or tensor_parallel_size differs, host is used)."""
     secret_file: str | None = None
     """File with the deployment's shared secret; needed as soon as anything listens on more than loopback."""
     deadline: float = 10.0
@@ -96,6 +99,8 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
     job = join_job(launch)  # before anything touches a device
     from deepinfer_jax.launch.node import EngineNode, NodeConfig
 
+    if launch.transport not in ("host", "device"):
+        raise ValueError(f"--transport must be host or device, got {launch.transport!r}")
     security = Security.from_file(launch.secret_file)
     as_endpoint(launch.router)
     name = launch.name or f"{role.name.lower()}-{socket.gethostname()}"
@@ -107,6 +112,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         processes=job.processes,
         data=as_endpoint(launch.data),
         advertise=_advertised(launch),
+        transport=launch.transport,
         security=security,
         hub=HubConfig(heartbeat=launch.heartbeat, peer_timeout=launch.peer_timeout, connect_timeout=launch.deadline),
         handoff=HandoffConfig(timeout=launch.deadline, retry_delay=0.002),

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,10 +29,12 @@ MESSAGES = frozenset({"reserve", "pages", "deliver", "cancel", "granted", "refus
 class NetLink(Link):
     """One end. Messages arrive in the hub's thread and are read by the engine's (`poll`)."""
 
-    def __init__(self, peer: str, channel: Channel, stager: Stager | None, mover: BlockMover | None, wake: Callable[[], None]) -> None:
-        """stager: on the prompt side. mover: on the completion side."""
+    def __init__(
+        self, peer: str, channel: Channel, wake: Callable[[], None], exporter: Exporter | None = None, importer: Any | None = None
+    ) -> None:
+        """exporter: on the prompt side. importer: on the completion side, HostImporter or DeviceImporter."""
         self.peer, self.channel = peer, channel
-        self._stager, self._mover, self._wake = stager, mover, wake
+        self._exporter, self._importer, self._wake = exporter, importer, wake
         self._inbox: deque[Message] = deque()
         self._lost: str | None = None
 
@@ -40,10 +42,10 @@ class NetLink(Link):
 
     def send(self, message: Message, rank: int = 0) -> None:
         hand = wire.Hand(message.kind, message.handoff_id, message.body, rank)
-        if self._stager is None:
+        if self._exporter is None:
             self.channel.send(hand)
         else:
-            self._stager.put(self.channel, hand, message.payload)
+            self._exporter.put(self.channel, hand, message.payload)
 
     def poll(self) -> list[Message]:
         messages = []
@@ -67,9 +69,7 @@ class NetLink(Link):
                 raise ValueError(f"unexpected {type(message).__name__} on a hand-over link")
             payload = self._payload(message, frames) if message.arrays else None
         except (ValueError, KeyError, TypeError) as error:
-            logger.warning("link to %s: %s", self.peer, error)
-            self.channel.close(f"sent a payload that does not fit: {error}")
-            self._lost = f"sent a payload that does not fit: {error}"
+            self._fail(f"sent a payload that does not fit: {error}")
         else:
             self._inbox.append(Message(message.kind, message.handoff_id, message.body, payload))
         self._wake()
@@ -78,9 +78,38 @@ class NetLink(Link):
         self._lost = reason
         self._wake()
 
+    def _fail(self, reason: str) -> None:
+        logger.warning("link to %s: %s", self.peer, reason)
+        self.channel.close(reason)
+        self._lost = reason
+        self._wake()
+
     def _payload(self, message: wire.Hand, frames: Sequence[Any]) -> Payload:
-        if self._mover is None:
+        if self._importer is None:
             raise ValueError("a payload for a prompt engine")
+        if message.remote is not None and hasattr(self._importer, "pull"):
+            return self._importer.pull(message, lambda: self._lost, self._fail)
+        if message.remote is not None or not hasattr(self._importer, "unpack"):
+            raise ValueError("a payload by another transport than agreed")
+        return self._importer.unpack(message, frames)
+
+
+class Exporter(Protocol):
+    """Prompt side of a transport: everything a prompt engine sends on its links passes it, in order."""
+
+    sent_bytes: int
+
+    def put(self, channel: Channel, hand: wire.Hand, payload: Payload | None) -> None: ...
+
+
+class HostImporter:
+    """Completion side of the host-staged transport."""
+
+    def __init__(self, mover: BlockMover) -> None:
+        self._mover = mover
+
+    def unpack(self, message: wire.Hand, frames: Sequence[Any]) -> Payload:
+        """Raises ValueError for frames that are no payload of this mover."""
         if len(frames) != len(message.arrays):
             raise ValueError(f"{len(frames)} frames for {len(message.arrays)} arrays")
         if not 0 <= message.rank < self._mover.ranks:

@@ -16,7 +16,7 @@ from typing import Any
 from deepinfer_jax import wire
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.handoff import HandoffConfig, check_layouts
-from deepinfer_jax.launch.links import NetLink, Stager
+from deepinfer_jax.launch.links import Exporter, HostImporter, NetLink, Stager
 from deepinfer_jax.launch.placement import RouterPlacement
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
@@ -38,6 +38,8 @@ REDIAL = 0.5
 class NodeConfig:
     """router: "tcp://host:port". name: unique among the living. job, process, processes: which part of which job this is.
     data: where a completion engine listens ("tcp://host:0": any port); advertise: the host others reach it by.
+    transport: how KV travels, "host" (through host memory and this link's socket) or "device" (jax.experimental.transfer, where
+    both sides want it and their shards match; else "host").
     drain_timeout: seconds that requests get to finish after SIGTERM."""
 
     router: str
@@ -50,6 +52,7 @@ class NodeConfig:
     security: Security = field(default_factory=Security)
     hub: HubConfig = field(default_factory=HubConfig)
     handoff: HandoffConfig = field(default_factory=lambda: HandoffConfig(timeout=10.0, retry_delay=0.002))
+    transport: str = "host"
     reserve_fraction: float = 1.0
     drain_timeout: float = 60.0
 
@@ -72,6 +75,8 @@ class EngineNode:
         self._drain_until = 0.0
         self._exit: tuple[int, str] | None = None
         self.stager: Stager | None = None
+        self.device_exporter: Any = None
+        self._transfer_server: Any = None
         self.data = ""
         self.kind = engine.config.role.name.lower()
         engine.process_output = self._emit  # type: ignore[method-assign]
@@ -83,9 +88,17 @@ class EngineNode:
             self.placement = RouterPlacement(self._tell, lambda: bool(engine.sender.links))
             engine.start_hand_over(c.name, self.placement, c.handoff)
             self.stager = Stager(engine.mover, c.name)
+            if c.transport == "device":
+                from deepinfer_jax.launch.device_links import DeviceExporter
+
+                self.device_exporter = DeviceExporter(_host_of(c))
         elif isinstance(engine, CompletionEngine):
             engine.start_hand_over(c.name, c.handoff, c.reserve_fraction)
             bound = self.hub.listen(c.data, self._accept_link)
+            if c.transport == "device":
+                from deepinfer_jax.launch.device_links import start_server
+
+                self._transfer_server = start_server(_host_of(c))
             self.data = bound if c.advertise is None else f"tcp://{c.advertise}:{bound.rpartition(':')[2]}"
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
@@ -255,7 +268,7 @@ class EngineNode:
                 "enable_penalties": e.args.enable_penalties,
                 "mesh": {"dp": e.config.axes.dp, "ep": e.config.axes.ep, "tp": e.config.axes.tp},
             },
-            transports=["host"],
+            transports=["host"] if self.device_exporter is None else ["host", f"device {self.device_exporter.address}"],
         )
 
     def _dial_router(self) -> None:
@@ -329,10 +342,27 @@ class EngineNode:
         if hello.kind != "prompt" or hello.layout is None:
             raise ValueError(f"a completion engine takes hand-overs from prompt engines, not from a {hello.kind}")
         check_layouts(hello.layout, self.layout)
-        link = NetLink(hello.name, channel, None, self.engine.mover, self._wake.set)
+        importer = self._importer(hello)
+        link = NetLink(hello.name, channel, self._wake.set, importer=importer)
         channel.handler = link
         self.post(lambda: self._link_up(link))
-        return wire.Welcome(self.config.name, "", {"transport": "host"})
+        return wire.Welcome(self.config.name, "", {"transport": "host" if isinstance(importer, HostImporter) else "device"})
+
+    def _importer(self, hello: wire.Hello) -> Any:
+        """The transport of a link: the device one where both sides have it and their shards match."""
+        address = next((t.partition(" ")[2] for t in hello.transports if t.startswith("device ")), None)
+        if self._transfer_server is None or address is None:
+            return HostImporter(self.engine.mover)
+        from deepinfer_jax.launch.device_links import DeviceImporter, compatible
+
+        if not compatible(self._hello(self.kind).model, hello.model):
+            return HostImporter(self.engine.mover)
+        return DeviceImporter(self._transfer_server, address, self.engine.mover, self.config.handoff.timeout)
+
+
+def _host_of(config: NodeConfig) -> str:
+    """The address other processes reach this one by."""
+    return config.advertise or config.data.removeprefix("tcp://").rpartition(":")[0]
 
 
 class _Dialled:
@@ -346,7 +376,10 @@ class _Dialled:
         if node._links.get(self.peer.name) != (self.peer.session, None):
             channel.close("not wanted any more")
             return
-        link = _ReportingLink(self.peer.name, channel, node.stager, None, node._wake.set)
+        transport = welcome.info.get("transport", "host")
+        exporter: Exporter = node.device_exporter if transport == "device" else node.stager
+        logger.info("%s: hands over to %s by the %s transport", node.config.name, self.peer.name, transport)
+        link = _ReportingLink(self.peer.name, channel, node._wake.set, exporter=exporter)
         link.node = node
         channel.handler = link
         node._links[self.peer.name] = (self.peer.session, link)

@@ -25,6 +25,7 @@ SMALL = {
     "decode-buckets": 8,
 }
 START_TIMEOUT = 150.0
+HEARTBEAT = 0.2
 
 
 def free_port() -> int:
@@ -87,7 +88,7 @@ class Deployment:
             "PYTHONUNBUFFERED": "1",
         }
         self.port, self.http = free_port(), free_port()
-        flags = {"listen": f"127.0.0.1:{self.port}", "http-port": self.http, **dashed(router_flags)}
+        flags = {"listen": f"127.0.0.1:{self.port}", "http-port": self.http, "heartbeat": HEARTBEAT, **dashed(router_flags)}
         self.router = self._launch("router", "router", flags)
         self.router.wait_for("listening on")
 
@@ -99,7 +100,9 @@ class Deployment:
         """Starts an engine process; `joined` waits for it. flags: underscores become dashes."""
         path = ROOT / "tests" / "golden" / model
         sizes = {k: v for k, v in SMALL.items() if role != "completion" or k != "prefill-buckets"}
-        return self._launch(log or name, role, {"model": path, "router": self.address, "name": name, **sizes, **dashed(flags)})
+        return self._launch(
+            log or name, role, {"model": path, "router": self.address, "name": name, "heartbeat": HEARTBEAT, **sizes, **dashed(flags)}
+        )
 
     def joined(self, *names: str) -> None:
         for name in names:
@@ -114,14 +117,14 @@ class Deployment:
 
     def wait_idle(self, timeout: float = 30.0) -> None:
         """Until no engine holds a block, a request or a hand-over: nothing has leaked."""
-        limit = time.monotonic() + timeout
-        while True:
+        start = quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < 3 * HEARTBEAT:  # what engines say of themselves is up to a heartbeat old
             status = self.status()
             held = {e["name"]: {k: e.get(k, 0) for k in ("waiting", "running", "cache", "hand_overs")} for e in status["engines"]}
-            if not status["requests"] and not any(any(h.values()) for h in held.values()):
-                return
-            assert time.monotonic() < limit, f"{status['requests']} requests; still held: {held}"
-            time.sleep(0.1)
+            if status["requests"] or any(any(h.values()) for h in held.values()):
+                quiet_since = time.monotonic()
+                assert quiet_since - start < timeout, f"{status['requests']} requests; still held: {held}"
+            time.sleep(0.05)
 
     def status(self) -> dict[str, Any]:
         return json.loads(self.get("/status")[1])

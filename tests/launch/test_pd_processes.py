@@ -29,8 +29,12 @@ def cluster(tmp_path_factory):
         yield d
 
 
-MESHES = {"C1": {"data_parallel_size": 2, "max_num_seqs": 4, "decode_buckets": 4}}
-"""C1's mesh is another one than the prompt engines'."""
+MESHES = {
+    "P0": {"transport": "device"},
+    "C0": {"transport": "device"},
+    "C1": {"transport": "device", "data_parallel_size": 2, "max_num_seqs": 4, "decode_buckets": 4},
+}
+"""C1's mesh is another one than the prompt engines'. P0's KV travels from device to device, P1's through host memory."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,8 @@ def check_answers(outputs, expected, count):
 def test_start_up_says_what_each_process_is(cluster):
     text = cluster.processes["C1"].text
     assert "role COMPLETION (2), process 0 of 1" in text and "mesh dp=2 ep=1 tp=1 over 2 cpu devices" in text
+    assert "P0: hands over to C1 by the device transport" in cluster.processes["P0"].text
+    assert "P1: hands over to C1 by the host transport" in cluster.processes["P1"].text
     assert "fingerprint " in text and "cache k: kind=blocks layers=3" in text
 
 

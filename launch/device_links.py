@@ -1,0 +1,118 @@
+"""The other payload transport between processes: jax.experimental.transfer pulls arrays from device to device.
+
+The prompt side offers each payload under a number and says it in the "pages" message; the completion side pulls. What the
+library lacks is added here: it cannot cancel, a pull from a dead peer may hang for ever and a failed one gives arrays that
+poison whatever reads them. So every pull has a deadline, is looked at before it is used, and ends its link when it fails.
+Shards must match one to one: both sides need the same tensor-parallel size (`compatible`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from deepinfer_jax import wire
+from deepinfer_jax.kv_transfer import BlockMover, Payload
+from deepinfer_jax.wire_hub import Channel
+
+CONNECT_TIMEOUT = 5.0
+
+
+def start_server(host: str) -> Any:
+    """A transfer server on any free port of `host`."""
+    return transfer.start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"] * 2)
+
+
+def compatible(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two engines' devices can be paired shard by shard. ours, theirs: Hello.model."""
+    return ours["mesh"]["tp"] == theirs["mesh"]["tp"]
+
+
+class DeviceExporter:
+    """Prompt side. Offers stay in device memory until they are pulled: `outstanding` counts bytes ever offered."""
+
+    def __init__(self, host: str) -> None:
+        self._server = start_server(host)
+        self.address: str = self._server.address()
+        self._numbers = itertools.count(secrets.randbits(40) << 20)
+        self.sent_bytes = 0
+
+    def put(self, channel: Channel, hand: wire.Hand, payload: Payload | None) -> None:
+        if payload is not None:
+            number, arrays = next(self._numbers), payload.arrays()
+            self._server.await_pull(number, arrays)
+            self.sent_bytes += payload.nbytes
+            hand.remote = {"number": number, "count": payload.count, "size": payload.size}
+            hand.arrays = [("", list(x.shape), x.dtype.name) for x in arrays]
+        channel.send(hand)
+
+
+@dataclass(frozen=True)
+class PulledPayload(Payload):
+    """ended: the link's reason once it is lost. fail: ends the link."""
+
+    deadline: float = 0.0
+    ended: Callable[[], str | None] = lambda: None
+    fail: Callable[[str], None] = lambda reason: None
+
+    def ready(self) -> bool:
+        """True also once the link has ended: nobody will read it then, the hand-over has failed."""
+        if self.ended() is not None:
+            return True
+        if not super().ready():
+            if time.monotonic() > self.deadline:
+                self.fail("a pull of KV did not end in time")
+            return False
+        try:
+            jax.block_until_ready(self.arrays())  # an array that failed is ready too, and says so here
+        except Exception as error:
+            self.fail(f"a pull of KV has failed: {error}")
+            return False
+        return True
+
+
+class DeviceImporter:
+    """Completion side of one link."""
+
+    def __init__(self, server: Any, address: str, mover: BlockMover, timeout: float) -> None:
+        self._mover, self._timeout = mover, timeout
+        self._connection: Any = None
+        self._connected = threading.Event()
+
+        def connect() -> None:  # may hang: it has a thread of its own
+            self._connection = server.connect(address)
+            self._connected.set()
+
+        threading.Thread(target=connect, name=f"connect-{address}", daemon=True).start()
+
+    def pull(self, hand: wire.Hand, ended: Callable[[], str | None], fail: Callable[[str], None]) -> Payload:
+        """Raises ValueError for arrays that are no payload of this mover."""
+        if not self._connected.wait(CONNECT_TIMEOUT):
+            raise ValueError(f"no connection to the transfer server within {CONNECT_TIMEOUT} s")
+        mover, kind, remote = self._mover, hand.body["kind"], hand.remote
+        count, size = remote["count"], remote["size"]
+        if not 0 < count <= size or size not in mover.buckets or kind not in mover.kinds:
+            raise ValueError(f"{count} of {size} {kind}; this side's buckets are {mover.buckets}, its kinds {mover.kinds}")
+        devices, specs = mover.device_row(hand.rank), sorted(mover.specs[kind], key=lambda s: s.name)
+        order = [(s, layer, t) for s in specs for layer in range(s.layers) for t in range(len(devices))]
+        wanted = [(mover.shard_shape(kind, s, size), np.dtype(s.dtype).name) for s, _, _ in order]
+        given = [(tuple(shape), dtype) for _, shape, dtype in hand.arrays]
+        if given != wanted:
+            raise ValueError(f"a payload of {len(given)} arrays such as {given[:1]}, expected {len(wanted)} such as {wanted[:1]}")
+        structs = [
+            jax.ShapeDtypeStruct(shape, s.dtype, sharding=SingleDeviceSharding(devices[t]))
+            for (s, _, t), (shape, _) in zip(order, wanted, strict=True)
+        ]
+        arrays = iter(self._connection.pull(remote["number"], structs))
+        pieces = {s.name: tuple(tuple((next(arrays),) for _ in devices) for _ in range(s.layers)) for s in specs}
+        return PulledPayload(kind, hand.rank, count, size, pieces, time.monotonic() + self._timeout, ended, fail)
