@@ -11,12 +11,13 @@ import queue
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from deepinfer_jax import mesh_link
+from deepinfer_jax import mesh_link, pd_snapshot
 from deepinfer_jax.admission import PromptInput, check_request, tokenize_prompt
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.handoff import HandoffConfig
@@ -32,6 +33,7 @@ from deepinfer_jax.pd_worker import EngineWorker
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.router import Capacity, Router, RouterConfig
+from deepinfer_jax.snapshot import SnapshotJob, snapshot_on_sigterm
 
 LOOK_AGAIN = 0.2
 """Seconds between looks at stalled engines while the caller waits for outputs."""
@@ -57,6 +59,8 @@ class DisaggregatedEngine(Coordinator):
         self.router = Router([e.name for e in self.prompt_engines], capacity, config.router or self._router_config())
         for worker in self.workers.values():
             worker.start()
+        if fields.get("snapshot_on_sigterm") is not None:
+            snapshot_on_sigterm(self, fields["snapshot_on_sigterm"])
 
     def _build(self, args: dict[EngineType, EngineArgs], devices: list[Any]) -> None:
         c = self.pd
@@ -147,6 +151,16 @@ class DisaggregatedEngine(Coordinator):
         for worker in self.workers.values():
             if limit is not None and worker.failed is None and worker.stuck_for() > limit:
                 self._on_crash(worker, f"{worker.name}: no progress for {limit} s")
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def snapshot(self, path: str | Path) -> SnapshotJob:
+        """All live requests, whichever engine has them, between two steps of all engines; see `LLMEngine.snapshot`."""
+        return pd_snapshot.take(self, path)
+
+    def restore(self, path: str | Path, step: int | None = None) -> list[str]:
+        """Takes over the requests of a snapshot of any deployment of this model; see `LLMEngine.restore`."""
+        return pd_snapshot.restore(self, path, step)
 
     # ---- the rest ------------------------------------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.router import RouterConfig
 
 ROLE_FIELDS = {
-    EngineType.PROMPT: {"zero_overhead_scheduling": False},
+    EngineType.PROMPT: {"zero_overhead_scheduling": False, "snapshot_on_sigterm": None},
     EngineType.COMPLETION: {
         "zero_overhead_scheduling": True,
         "stop_preempted_request": True,
         "chunked_prefill": False,
         "enable_prefix_caching": False,
         "prefill_buckets": None,
+        "snapshot_on_sigterm": None,
     },
 }
 """What a role cannot leave to the arguments both roles share."""

@@ -340,9 +340,9 @@ def request_state(c: Completion) -> RequestState:
         params=params_to_dict(c.params),
         seed=c.seed,
         output_token_ids=c.seq.output_token_ids.tolist(),
-        logprobs=None if c.logprobs is None else [_entries(e) for e in c.logprobs],
+        logprobs=None if c.logprobs is None else [logprob_entries(e) for e in c.logprobs],
         cumulative_logprob=c.cumulative_logprob,
-        prompt_logprobs=None if request.prompt_logprobs is None else [e and _entries(e) for e in request.prompt_logprobs],
+        prompt_logprobs=None if request.prompt_logprobs is None else [e and logprob_entries(e) for e in request.prompt_logprobs],
         detokenizer=None if c.detokenizer is None else c.detokenizer.state_dict(),
         consumed=c.consumed,
         reported=c.reported,
@@ -375,7 +375,8 @@ def load_state(engine: LLMEngine, c: Completion, state: RequestState) -> None:
     c.seq.hit_tokens, c.seq.num_preemptions = state.hit_tokens, state.num_preemptions
 
 
-def _entries(entry: LogprobDict) -> list[list[Any]]:
+def logprob_entries(entry: LogprobDict) -> list[list[Any]]:
+    """Plain values; JSON has no integer keys."""
     return [[token, x.logprob, x.rank, x.decoded_token] for token, x in entry.items()]
 
 

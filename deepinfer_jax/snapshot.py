@@ -30,6 +30,7 @@ from deepinfer_jax.scheduler import resume
 from deepinfer_jax.snapshot_state import Rows
 
 if TYPE_CHECKING:
+    from deepinfer_jax.disaggregate import DisaggregatedEngine
     from deepinfer_jax.engine import LLMEngine
 
 logger = logging.getLogger(__name__)
@@ -52,17 +53,16 @@ class Snapshot:
 
 @dataclass
 class Capture:
-    """A snapshot whose arrays are still on the device: payloads per kind, in row order."""
+    """A snapshot whose arrays are still on the device: (mover, payload) per kind, in row order."""
 
     meta: dict[str, Any]
-    mover: Any
-    payloads: dict[str, list[Any]]
+    payloads: dict[str, list[tuple[Any, Any]]]
 
     def to_host(self) -> Snapshot:
         """Waits for the device; any thread."""
         arrays = {}
         for kind, payloads in self.payloads.items():
-            parts = [self.mover.to_host(p) for p in payloads]
+            parts = [mover.to_host(p) for mover, p in payloads]
             arrays[kind] = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
         return Snapshot(self.meta, arrays)
 
@@ -137,8 +137,8 @@ def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
     for kind in mover.kinds:
         gathered = [p for per_rank in mover.gather(rows[kind].ids, kind) for p in per_rank] if len(rows[kind]) else []
         if gathered:
-            payloads[kind] = gathered
-    return Capture(meta, mover, payloads)
+            payloads[kind] = [(mover, p) for p in gathered]
+    return Capture(meta, payloads)
 
 
 def _write_job(job: SnapshotJob, captured: Capture) -> None:
@@ -224,7 +224,7 @@ def _dtype(name: str) -> np.dtype:
 # ---- SIGTERM ------------------------------------------------------------------------------------------------------------------
 
 
-def snapshot_on_sigterm(engine: LLMEngine, folder: str | Path) -> None:
+def snapshot_on_sigterm(engine: LLMEngine | DisaggregatedEngine, folder: str | Path) -> None:
     """From now on SIGTERM first takes a snapshot, then ends the process as it would have. Main thread only.
 
     Steps go on while the snapshot is written. jax.distributed's preemption service takes SIGTERM for itself: set
@@ -235,7 +235,7 @@ def snapshot_on_sigterm(engine: LLMEngine, folder: str | Path) -> None:
     def save_and_exit() -> None:
         try:
             logger.warning("SIGTERM: taking a snapshot into %s", folder)
-            take(engine, folder).wait()
+            engine.snapshot(folder).wait()
         except Exception:
             logger.exception("no snapshot could be taken")
         finally:
