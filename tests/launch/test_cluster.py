@@ -151,7 +151,7 @@ def test_a_request_passes_through(world):
     client = w.client()
     client.add_request("mine", [1, 2, 3], PARAMS)
     key = prefill(p, c)
-    assert key.endswith("#0@1")
+    assert key.endswith("@1")
     c.result(f"{key}/1", [7, 8], "stop")
     (out,) = outputs_of(client)
     assert (out.request_id, out.prompt_token_ids, out.outputs[0].token_ids) == ("mine", [1, 2, 3], [7, 8])
