@@ -75,7 +75,7 @@ def dequantize(w: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
 
 
 def _row_tile(rows: int, groups: int) -> int:
-    """Rows per tile: about twice a group's mean share; single rows when most groups are empty or tiny (docs/decisions/003-cpu-attention.md)."""
+    """Rows per tile: about twice a group's mean share; single rows when most groups are empty or tiny (docs/decisions/003)."""
     if rows <= groups:
         return 1
     low, high = _ROW_TILE_RANGE
