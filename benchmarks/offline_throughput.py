@@ -119,7 +119,8 @@ class Ours:
         watch = compile_watch()
         self.llm = LLM(
             args.model, dtype=args.dtype, quantization=args.quantization, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
-            num_decode_steps=args.num_decode_steps, warm_up=True, strict_compiles=True,
+            num_decode_steps=args.num_decode_steps, prefill_buckets=args.prefill_buckets,
+            decode_buckets=args.decode_buckets, warm_up=True, strict_compiles=True,
         )  # fmt: skip
         self.engine = self.llm.engine
         self.compiles = (watch.compiles, watch.cache_hits)
@@ -171,6 +172,7 @@ def measure_engines(engines: list[Any], loads: list[Workload], repeats: int) -> 
                 t = times[e.name, w.name]
                 first, _ = e.run(w.with_max_tokens(1))
                 whole, t.tokens = e.run(w if repeat >= 0 else w.with_max_tokens(4))
+                print(f"{w.name} {e.name}: {first:.2f} s, {whole:.2f} s{'' if repeat >= 0 else ' (not counted)'}", file=sys.stderr)
                 if repeat >= 0:
                     t.first.append(first)
                     t.whole.append(whole)
@@ -234,6 +236,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--num-decode-steps", type=int, default=1)
+    for kind in ("prefill", "decode"):
+        parser.add_argument(f"--{kind}-buckets", type=int, nargs="+", help="fewer than the default, for a shorter warm-up")
     for name in ("transformers", "vllm", "llama-cpp"):
         parser.add_argument(f"--{name}-python", metavar="PY", help=f"interpreter of an environment with {name}")
     parser.add_argument("--llama-cpp-gguf", metavar="FILE", help="the same weights as a GGUF file")

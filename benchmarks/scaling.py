@@ -33,6 +33,8 @@ from deepinfer_jax.programs import ProgramKey
 from deepinfer_jax.runner import ModelRunner
 
 BLOCK = 16
+GROWTH = 64
+"""Tokens that a decode point may move on by."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
@@ -49,6 +51,11 @@ class Point:
     prefill: bool = False
     layers: int = 30
     num_blocks: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens a sequence must have room for."""
+        return self.context + (0 if self.prefill else GROWTH)
 
     @property
     def rows(self) -> int:
@@ -78,11 +85,11 @@ def make_runner(folder: Path, point: Point) -> ModelRunner:
     """An engine's runner that can hold the point, on random weights."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": point.layers}))
-    pages = -(-(point.context + 2) // BLOCK)
+    pages = -(-point.room // BLOCK)
     args = EngineArgs(
-        str(folder), load_format="dummy", dtype="float32", max_model_len=point.context + 8, max_num_seqs=point.sequences, block_size=BLOCK,
-        max_num_batched_tokens=max(point.rows, point.context + 8), num_blocks=point.num_blocks or point.sequences * (pages + 1),
-        prefill_buckets=None if not point.prefill else (max(point.rows, point.context + 8),), decode_buckets=(point.sequences,),
+        str(folder), load_format="dummy", dtype="float32", max_model_len=point.room, max_num_seqs=point.sequences, block_size=BLOCK,
+        max_num_batched_tokens=max(point.rows, point.room), num_blocks=point.num_blocks or point.sequences * (pages + 1),
+        prefill_buckets=None if not point.prefill else (max(point.rows, point.room),), decode_buckets=(point.sequences,),
         enable_penalties=False, max_logprobs=0,
     )  # fmt: skip
     source = ModelSource.find(args)
@@ -92,7 +99,7 @@ def make_runner(folder: Path, point: Point) -> ModelRunner:
 
 
 def tables(point: Point, pages: int) -> np.ndarray:
-    used = -(-(point.context + 1) // BLOCK)
+    used = -(-point.room // BLOCK)
     out = np.zeros((point.sequences, pages), np.int32)
     out[:, :used] = np.arange(point.sequences * used).reshape(point.sequences, used)
     return out
@@ -130,18 +137,24 @@ def step_inputs(runner: ModelRunner, point: Point) -> tuple[ProgramKey, np.ndarr
     return key, rows.reshape(-1)
 
 
-def measure_point(point: Point, repeats: int) -> float:
-    """Seconds of the step, the least of the repeats. Decode steps move on by a token each, within the block that follows."""
+def measure_points(points: list[Point], repeats: int) -> list[float]:
+    """Seconds of each point's step, the least of the repeats; the points take turns, so that the machine's load is shared fairly.
+
+    Decode steps move on by a token each, within the block that follows.
+    """
+    times: list[list[float]] = [[] for _ in points]
     with tempfile.TemporaryDirectory() as scratch:
-        runner = make_runner(Path(scratch) / "model", point)
-        key, rows = step_inputs(runner, point)
-        times = []
-        for _ in range(1 + repeats):
-            start = time.perf_counter()
-            jax.block_until_ready(runner._call(key, rows))
-            times.append(time.perf_counter() - start)
-        runner.close()
-    return min(times[1:])
+        runners = [make_runner(Path(scratch) / str(i), p) for i, p in enumerate(points)]
+        inputs = [step_inputs(r, p) for r, p in zip(runners, points, strict=True)]
+        for repeat in range(-1, repeats):
+            for runner, (key, rows), out in zip(runners, inputs, times, strict=True):
+                start = time.perf_counter()
+                jax.block_until_ready(runner._call(key, rows))
+                if repeat >= 0:
+                    out.append(time.perf_counter() - start)
+        for runner in runners:
+            runner.close()
+    return [min(t) for t in times]
 
 
 def sweeps(quick: bool) -> dict[str, tuple[str, list[int], list[Point]]]:
@@ -150,7 +163,7 @@ def sweeps(quick: bool) -> dict[str, tuple[str, list[int], list[Point]]]:
     batch, context = ([1, 4], [64, 256]) if quick else ([1, 2, 4, 8, 16, 32, 64], [128, 512, 2048, 4096])
     tokens, layers = ([64, 128], [1, 2]) if quick else ([32, 128, 512, 2048], [1, 8, 15, 30, 61])
     pool = "blocks in the pools, 4 sequences of 128 keys"
-    blocks = [64, 512] if quick else [256, 1024, 4096, 12288]
+    blocks = [64, 512] if quick else [256, 1024, 4096]
     return {
         "decode, batch": ("sequences of 128 keys", batch, [Point(n, 128, layers=small) for n in batch]),
         "decode, context": ("keys per sequence, 4 sequences", context, [Point(4, n, layers=small) for n in context]),
@@ -176,7 +189,7 @@ def plot(path: str, results: dict[str, tuple[str, list[int], list[float], list[f
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    for ax, (name, (label, xs, seconds, memory, compute)) in zip(axes.flat, results.items(), strict=True):
+    for ax, (name, (label, xs, seconds, memory, compute)) in zip(axes.flat, results.items(), strict=False):
         ax.plot(xs, np.array(seconds) * 1e3, "o-", label="measured")
         ax.plot(xs, np.array(memory) * 1e3, "--", label="limit: bytes read / bandwidth")
         ax.plot(xs, np.array(compute) * 1e3, ":", label="limit: multiply-adds / sgemm rate")
@@ -201,7 +214,9 @@ def main() -> None:
     for name, (label, xs, points) in sweeps(args.quick).items():
         if args.only and not any(word in name for word in args.only):
             continue
-        seconds = [measure_point(p, args.repeats) for p in points]
+        together = "pool" in name  # weights of one size: there is room for all at once
+        groups = [points] if together else [[p] for p in points]
+        seconds = [s for group in groups for s in measure_points(group, args.repeats)]
         memory = [p.bytes_read() / limits.stream for p in points]
         compute = [p.operations() / limits.flops for p in points]
         results[name] = (label, xs, seconds, memory, compute)
