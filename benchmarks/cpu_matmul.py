@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from limits import measure
 
-from deepinfer_jax.kernels_pallas import cpu_matmul
+from deepinfer_jax.kernels_pallas import cpu_matmul, cpu_native
 from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 
@@ -32,8 +32,8 @@ def stored(name: str, n: int, k: int) -> tuple[jax.Array, ...]:
 
 
 def program(name: str, mode: str, x: jax.Array, parts: tuple[jax.Array, ...]):
-    """The layer's product, compiled with DEEPINFER_CPU_MATMUL=mode."""
-    os.environ[cpu_matmul.ENVIRONMENT_VARIABLE] = mode
+    """The layer's product, compiled with DEEPINFER_CPU_NATIVE=mode."""
+    os.environ[cpu_native.ENVIRONMENT_VARIABLE] = mode
     product = quant_format(name).matmul if name in ("int8", "int4") else float_matmul
     return jax.jit(lambda x, *parts: product(x, *parts)).lower(x, *parts).compile()
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.kernels_pallas import cpu_matmul
+from deepinfer_jax.kernels_pallas import cpu_matmul, cpu_native
 from deepinfer_jax.kernels_pallas.cpu_matmul import matmul_nt
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.in_use(), reason=cpu_matmul.status().reason)
@@ -112,17 +112,17 @@ def test_preferred_where_no_xla_product_is_faster():
 
 
 def test_overrides_and_a_failed_build(tmp_path, monkeypatch):
-    monkeypatch.setenv(cpu_matmul.ENVIRONMENT_VARIABLE, "xla")
+    monkeypatch.setenv(cpu_native.ENVIRONMENT_VARIABLE, "xla")
     assert not cpu_matmul.in_use() and "=xla" in cpu_matmul.status().reason
     with pytest.raises(RuntimeError, match="not in use"):
         matmul_nt(np.zeros((1, 64), np.float32), np.zeros((4, 64), np.float32))
-    monkeypatch.setenv(cpu_matmul.ENVIRONMENT_VARIABLE, "fast")
+    monkeypatch.setenv(cpu_native.ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(ValueError, match="auto, native or xla"):
         cpu_matmul.status()
     code = "from deepinfer_jax.kernels_pallas import cpu_matmul as c; print(c.status().native, c.status().reason)"
     env = os.environ | {"CXX": "/bin/false", "DEEPINFER_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     for mode, expected in (("auto", "False /bin/false"), ("native", "RuntimeError")):
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env | {cpu_matmul.ENVIRONMENT_VARIABLE: mode}, capture_output=True, text=True
+            [sys.executable, "-c", code], env=env | {cpu_native.ENVIRONMENT_VARIABLE: mode}, capture_output=True, text=True
         )
         assert expected in done.stdout + done.stderr

@@ -1,0 +1,33 @@
+// Weights as a custom call's operands: a kernel and, for the quantised formats, its companions.
+#pragma once
+
+#include "cpu_ffi.h"
+#include "cpu_product.h"
+
+namespace deepinfer {
+
+struct StoredWeights {
+  Weights w;
+  int64_t parts = 0;  // how many operands they take
+  decltype(Product::block) block = nullptr;
+
+  // Operands from `first` on, for products with k inputs; false if they are no weights of that width.
+  bool read(const XLA_FFI_CallFrame* frame, int64_t first, int64_t k) {
+    if (first >= frame->args.size) return false;
+    const XLA_FFI_Buffer* kernel = argument(frame, first);
+    const bool packed = kernel->dtype == XLA_FFI_DataType_U8, scaled = packed || kernel->dtype == XLA_FFI_DataType_S8;
+    parts = 1 + packed + scaled;
+    if (first + parts > frame->args.size || kernel->rank != 2 || kernel->dims[1] * (packed ? 2 : 1) != k || (packed && k % (2 * GROUP))) return false;
+    w = {kernel->data, packed ? argument(frame, first + 1)->data : nullptr,
+         scaled ? data<const float>(argument(frame, first + 1 + packed)) : nullptr, kernel->dims[0], k, k};
+    switch (kernel->dtype) {
+      case XLA_FFI_DataType_F32: block = run_block<Float32>; return true;
+      case XLA_FFI_DataType_BF16: block = run_block<BFloat16>; return true;
+      case XLA_FFI_DataType_S8: block = run_block<Int8>; return true;
+      case XLA_FFI_DataType_U8: block = run_block<Int4>; return true;
+      default: return false;
+    }
+  }
+};
+
+}  // namespace deepinfer
