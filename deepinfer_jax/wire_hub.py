@@ -384,7 +384,11 @@ class Hub:
         channel.monitor = monitor
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._lose(channel, f"cannot connect to {endpoint!r}: {error.strerror}", tell=False)
+            return
         self._enqueue(channel, [wire.encode(hello)])
 
     def _close(self, channel: Channel, reason: str, final: bool) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import statistics
 import threading
 import time
 from collections import deque
@@ -243,6 +244,8 @@ class EngineNode:
             "hand_overs": self._hand_overs(),
             "steps": sum(h.count for h in engine.stats_log.step_seconds.values()),
         }
+        if isinstance(engine, PromptEngine) and engine.sender.seconds:
+            gauges["hand_over_ms"] = 1000 * statistics.median(engine.sender.seconds[-256:])  # reservation to acknowledgement
         return wire.Ping(0.0 if since is None else time.monotonic() - since, gauges)
 
     def _hello(self, kind: str) -> wire.Hello:

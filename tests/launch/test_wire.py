@@ -107,6 +107,13 @@ def test_nobody_there(hubs):
     assert "nobody listens" in client.ended[0]
 
 
+@pytest.mark.parametrize("endpoint", ["-", "tcp://no-such-host.invalid:1", "tcp://127.0.0.1:99999999", ""])
+def test_an_address_that_is_none(hubs, endpoint):
+    client = dial(hubs(), endpoint)
+    client.wait(lambda: client.ended)
+    assert client.channel is None
+
+
 def test_a_listener_that_never_answers(hubs):
     with socket.create_server(("127.0.0.1", 0)) as s:
         client = dial(hubs(), f"tcp://127.0.0.1:{s.getsockname()[1]}")

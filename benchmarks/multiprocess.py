@@ -1,0 +1,296 @@
+"""What processes cost: KV between two of them per transport, the router's work per request, whole deployments.
+
+  python benchmarks/multiprocess.py               everything (about three minutes on two cores)
+  python benchmarks/multiprocess.py links router deployments
+
+Every number is printed beside what it should be compared with, from the same run. Each part starts its own processes on
+loopback and ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+import numpy as np  # noqa: E402
+
+from deepinfer_jax import wire  # noqa: E402
+from deepinfer_jax.wire_hub import Hub, HubConfig  # noqa: E402
+from deepinfer_jax.wire_security import Security  # noqa: E402
+
+SIZES_MB = (1, 16, 64)
+SECRET = b"benchmark secret, not secret"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; default all")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
+    for part in args.parts or PARTS:
+        print(f"== {part}", flush=True)
+        PARTS[part]()
+
+
+# ---- bytes between two processes ------------------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A channel's handler; counts what comes."""
+
+    def __init__(self, on_message: Any = None) -> None:
+        self.channel: Any = None
+        self.opened_event, self.acks = threading.Event(), threading.Semaphore(0)
+        self.on_message = on_message
+        self.last: Any = None
+
+    def opened(self, channel: Any, welcome: wire.Welcome) -> None:
+        self.channel, self.welcome = channel, welcome
+        self.opened_event.set()
+
+    def message(self, channel: Any, message: wire.WireMessage, frames: Any) -> None:
+        self.last = message
+        if self.on_message is not None:
+            self.on_message(channel, message, frames)
+        self.acks.release()
+
+    def lost(self, channel: Any, reason: str, final: bool) -> None:
+        if reason.find("stopped") < 0:
+            print(f"lost: {reason}", flush=True)
+
+
+def child(kind: str) -> None:
+    """The receiving process: puts every payload on its device, then acknowledges."""
+    import jax
+
+    from deepinfer_jax.launch import device_links
+
+    server = device_links.start_server("127.0.0.1")
+    secret = SECRET if kind == "curve" else None
+    hub = Hub("child", Security(secret), HubConfig(peer_timeout=60, heartbeat=1))
+    device, connections = jax.local_devices()[0], {}
+
+    def on_message(channel: Any, message: Any, frames: Any) -> None:
+        if message.remote is None:
+            arrays = [jax.device_put(np.frombuffer(f.buffer, np.float32), device) for f in frames]
+        else:
+            if message.remote["address"] not in connections:
+                connections[message.remote["address"]] = server.connect(message.remote["address"])
+            sharding = jax.sharding.SingleDeviceSharding(device)
+            spec = jax.ShapeDtypeStruct((message.remote["size"],), np.float32, sharding=sharding)
+            arrays = connections[message.remote["address"]].pull(message.remote["number"], [spec])
+        jax.block_until_ready(arrays)
+        channel.send(wire.Hand("ack", "", {}))
+
+    def accept(channel: Any, hello: wire.Hello) -> wire.Welcome:
+        channel.handler = Waiter(on_message)
+        return wire.Welcome("child", "")
+
+    print(hub.listen("tcp://127.0.0.1:0", accept), flush=True)
+    hub.start()
+    sys.stdin.read()
+    hub.stop()
+
+
+def bench_links() -> None:
+    import jax
+
+    from deepinfer_jax.launch import device_links
+
+    server = device_links.start_server("127.0.0.1")
+    for transport in ("host", "host + CURVE", "device"):
+        kind = "curve" if "CURVE" in transport else "plain"
+        process = subprocess.Popen([sys.executable, __file__, "--child", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        hub = Hub("parent", Security(SECRET if kind == "curve" else None), HubConfig(peer_timeout=60, heartbeat=1)).start()
+        waiter = Waiter()
+        hub.dial(process.stdout.readline().strip(), wire.Hello(wire.PROTOCOL, "client", "bench"), waiter)
+        waiter.opened_event.wait(30)
+        number = iter(range(1 << 40, 1 << 50))
+        for size in SIZES_MB:
+            array = jax.device_put(np.random.default_rng(0).random(size << 18, np.float32))
+
+            def send(array: Any = array, transport: str = transport, waiter: Any = waiter, number: Any = number) -> None:
+                hand = wire.Hand("pages", "", {})
+                if transport == "device":
+                    n = next(number)
+                    server.await_pull(n, [array])
+                    hand.remote = {"number": n, "address": server.address(), "size": array.size}
+                    waiter.channel.send(hand)
+                else:
+                    waiter.channel.send(hand, [memoryview(np.asarray(array)).cast("B")])
+                waiter.acks.acquire()
+
+            seconds = best(send, 8)
+            plain = best(lambda size=size: socket_copy(size << 20), 4)
+            rate, reference = size / 1024 / seconds, size / 1024 / plain
+            print(
+                f"{transport:13} {size:3} MB: {1e3 * seconds:7.1f} ms, {rate:5.2f} GiB/s; plain TCP copy {reference:5.2f} GiB/s "
+                f"({rate / reference:4.0%})",
+                flush=True,
+            )
+        hub.stop()
+        process.stdin.close()
+        process.wait(30)
+
+
+def best(function: Any, times: int) -> float:
+    seconds = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def socket_copy(size: int) -> None:
+    """The same bytes over one loopback connection, as fast as Python's sockets go."""
+    data, into = memoryview(bytes(size)), memoryview(bytearray(size))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        thread = threading.Thread(target=sender.sendall, args=(data,))
+        thread.start()
+        at = 0
+        while at < size:
+            at += receiver.recv_into(into[at:])
+        thread.join()
+        sender.close()
+        receiver.close()
+
+
+# ---- the router -----------------------------------------------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """Answers at once what an engine would: the router's cost is all that is left."""
+
+    def __init__(self, kind: str, name: str, endpoint: str, others: dict[str, ScriptedEngine]) -> None:
+        self.kind, self.name, self.others = kind, name, others
+        self.hub = Hub(name).start()
+        self.ready = threading.Event()
+        role = {"prompt": 1, "completion": 2}[kind]
+        layout = {"protocol": 1, "role": role, "roles": {}, "model": "m", "block_size": 16, "caches": {}, "max_model_len": 4096}
+        from deepinfer_jax.scheduler.roles import EngineType
+
+        layout["roles"] = {r.name: int(r) for r in EngineType}
+        model = {"model": "/nowhere", "max_model_len": 4096, "vocab_size": 1000, "eos_token_ids": [2], "max_logprobs": 0}
+        model |= {"enable_penalties": True, "mesh": {"tp": 1}}
+        hello = wire.Hello(wire.PROTOCOL, kind, name, job=name, layout=layout, capacity=(4096, 1 << 24, 4096), data="-", model=model)
+        self.hub.dial(endpoint, hello, self)
+
+    def opened(self, channel: Any, welcome: wire.Welcome) -> None:
+        self.channel = channel
+        self.ready.set()
+
+    def lost(self, channel: Any, reason: str, final: bool) -> None:
+        pass
+
+    def message(self, channel: Any, m: wire.WireMessage, frames: Any) -> None:
+        from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+        if isinstance(m, wire.Start):
+            channel.send(wire.Place(m.key))
+        elif isinstance(m, wire.Placed) and m.target is not None:
+            channel.send(wire.Progress(m.key, 128, 0.001))
+            channel.send(wire.Prefilled(m.key))
+            channel.send(wire.HandedOver(m.key, m.target))
+            completion = CompletionOutput(0, "", [1] * 64, finish_reason="stop")
+            result = wire.Result(RequestOutput(f"{m.key}/1", None, [], None, [completion], True, RequestMetrics(0.0)))
+            self.others[m.target].channel.send(result)
+
+
+def bench_router(count: int = 5000) -> None:
+    import psutil
+    from deployment import Deployment
+
+    from deepinfer_jax.remote import RemoteEngine
+    from deepinfer_jax.sampling_params import SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder, Deployment(Path(folder)) as d:
+        completions: dict[str, ScriptedEngine] = {}
+        completions["C"] = ScriptedEngine("completion", "C", f"tcp://{d.address}", {})
+        prompt = ScriptedEngine("prompt", "P", f"tcp://{d.address}", completions)
+        for engine in (prompt, *completions.values()):
+            engine.ready.wait(10)
+        client = RemoteEngine(d.address)
+        router = psutil.Process(d.router.popen.pid)
+        for n in (200, count):
+            cpu, start, ended = sum(router.cpu_times()[:2]), time.perf_counter(), 0
+            params = SamplingParams(max_tokens=64)
+            for i in range(n):
+                client.add_request(str(i), list(range(1, 129)), params)
+            while ended < n:
+                ended += sum(o.finished for o in client.step())
+            seconds, cpu = time.perf_counter() - start, sum(router.cpu_times()[:2]) - cpu
+        one = []
+        for i in range(200):
+            start = time.perf_counter()
+            client.add_request(f"one{i}", list(range(1, 129)), params)
+            while not client.step():
+                pass
+            one.append(time.perf_counter() - start)
+        print(
+            f"{count} requests of 128 + 64 tokens through router and scripted engines: {count / seconds:.0f} requests/s, "
+            f"router CPU {1e6 * cpu / count:.0f} us per request; one alone {1e3 * statistics.median(one):.2f} ms (median)",
+            flush=True,
+        )
+        client.close()
+        for engine in (prompt, *completions.values()):
+            engine.hub.stop(0)
+
+
+# ---- deployments ----------------------------------------------------------------------------------------------------------
+
+
+def bench_deployments(prompts: int = 64, tokens: int = 32) -> None:
+    from deployment import Deployment
+
+    from deepinfer_jax import LLM, SamplingParams
+
+    rng = np.random.default_rng(0)
+    batch = [rng.integers(3, 500, int(n)).tolist() for n in rng.integers(32, 200, prompts)]
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    for p, c, transport in ((1, 1, "host"), (1, 1, "device"), (2, 1, "host"), (1, 2, "host")):
+        with tempfile.TemporaryDirectory() as folder, Deployment(Path(folder)) as d:
+            names = [f"P{i}" for i in range(p)] + [f"C{i}" for i in range(c)]
+            for name in names:
+                d.engine("prompt" if name[0] == "P" else "completion", name, transport=transport, num_blocks=160)
+            d.joined(*names)
+            d.wait_for_engines(*names)
+            with LLM(router=d.address) as llm:
+                llm.generate(prompt_token_ids=batch[:8], sampling_params=params, use_tqdm=False)
+                start = time.perf_counter()
+                outputs = llm.generate(prompt_token_ids=batch, sampling_params=params, use_tqdm=False)
+                seconds = time.perf_counter() - start
+            generated = sum(len(o.outputs[0].token_ids) for o in outputs)
+            ttft = statistics.median(o.metrics.time_to_first_token for o in outputs)
+            time.sleep(0.5)
+            moved = statistics.median(e["hand_over_ms"] for e in d.status()["engines"] if "hand_over_ms" in e)
+            print(
+                f"{p}P:{c}D {transport:6} {generated / seconds:7.0f} tokens/s, {prompts / seconds:6.1f} requests/s, medians: "
+                f"TTFT {1e3 * ttft:.0f} ms, hand-over {moved:.1f} ms (load average {os.getloadavg()[0]:.1f})",
+                flush=True,
+            )
+
+
+PARTS = {"links": bench_links, "router": bench_router, "deployments": bench_deployments}
+
+if __name__ == "__main__":
+    main()
