@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_jax import kernels_pallas
 from deepinfer_jax.admission import PromptInput, build_request, check_request
 from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineArgs, EngineConfig
@@ -69,6 +70,8 @@ class LLMEngine(EngineStateMixin):
                 self.init_pd_split()
             self.init_kv()
             self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
+        if args.warm_up:
+            logger.info("%s: kernels chosen:\n%s", self.name, kernels_pallas.explain())
         ranks = self.runner.placement.local_ranks
         self.dp_group = dp_group or LocalDPGroup(len(ranks))
         programs = self.runner.programs

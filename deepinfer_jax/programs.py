@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_TILE = 16
 """Rows of logits computed at a time in a prefill step; the number of tiles is dynamic, so unused rows cost nothing."""
+DECODE_SAMPLE_TILE = 64
+"""Rows a decode step samples at a time: the sampler's temporaries are several times its logits, which at 256 rows of a 128k
+vocabulary would be the largest thing in the program and make a COMPLETION engine's memory profile exceed a PROMPT engine's."""
 ADMIT_BUCKETS = (1, 8, 64)
 UPDATE_BUCKET = 256
 CLONE_BUCKET = 16
@@ -261,17 +264,33 @@ class StepPrograms:
             slots = jnp.where(step < row_steps, inputs["slots"], state.num_slots)
             batch = state.decode_batch(slots, self.config.block_size, self.num_blocks)
             hidden, caches = model(caches, batch)
-            result = sampler.sample(
-                model.compute_logits(hidden), state.rows(slots), batch.kv_lens, max_logprobs=self.config.args.max_logprobs
-            )
-            state = state.append(slots, result.tokens, batch.kv_lens + 1)
-            return (caches, state), pack_result(result)
+            results = self._sample_decode(model.compute_logits(hidden), state, slots, batch.kv_lens)
+            return (caches, state.append(slots, results[:, 0], batch.kv_lens + 1)), results
 
         if key.steps == 1:
             (caches, state), results = one_step((caches, state), 0)
             return caches, state, (results,)
         (caches, state), results = jax.lax.scan(one_step, (caches, state), jnp.arange(key.steps))
         return caches, state, (results.swapaxes(0, 1).reshape(key.size * key.steps, -1),)
+
+    def _sample_decode(self, logits: jax.Array, state: DecodeState, slots: jax.Array, positions: jax.Array) -> jax.Array:
+        """`pack_result` of all rows, at most DECODE_SAMPLE_TILE at a time; the last tile overlaps the one before, to the same end."""
+        count = logits.shape[0]
+        tile = min(count, DECODE_SAMPLE_TILE)
+        tops = self.config.args.max_logprobs
+
+        def sample(logits, slots, positions):
+            return pack_result(sampler.sample(logits, state.rows(slots), positions, max_logprobs=tops))
+
+        if tile == count:
+            return sample(logits, slots, positions)
+
+        def one_tile(i, results):
+            at = jnp.minimum(i * tile, count - tile)
+            rows = (jax.lax.dynamic_slice_in_dim(x, at, tile) for x in (logits, slots, positions))
+            return jax.lax.dynamic_update_slice_in_dim(results, sample(*rows), at, 0)
+
+        return jax.lax.fori_loop(0, -(-count // tile), one_tile, jnp.zeros((count, 3 + 2 * tops), jnp.int32))
 
     def _admit(self, key, params, caches, state, row):
         return caches, state.admit(self.layout(key).unpack(row)), ()

@@ -76,6 +76,17 @@ def test_zero_overhead_scheduling_and_several_steps_per_dispatch_change_nothing(
     assert got == expected
 
 
+def test_a_decode_step_wider_than_the_sampling_tile_changes_nothing():
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True, logprobs=2) for i in range(4)] * 19
+    prompts = LLAMA.prompts * 19
+    with small_llm(max_num_seqs=80, num_blocks=700, decode_buckets=(8, 80)) as llm:
+        wide = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        narrow = llm.generate(prompt_token_ids=prompts[:4], sampling_params=params[:4], use_tqdm=False)
+    for out, other in zip(wide, narrow * 19, strict=True):
+        assert out.outputs[0].token_ids == other.outputs[0].token_ids
+        assert out.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+
+
 EXPECTED: dict[str, list[list[int]]] = {}
 
 
