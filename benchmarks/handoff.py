@@ -6,7 +6,7 @@
    `jax.device_put` of the same bytes as one array between the same devices, interleaved, medians. Each stage alone, and the copy
    of one NumPy buffer onto another (what this machine's memory does at most), are printed beside it.
 2. Overlap. Time from a request's first token to the acknowledgement of its hand-over, with transfers started chunk by chunk
-   before the sampler is waited for (as the prompt engine does), and only after it.
+   before the sampler is waited for (as the prompt engine does), and with all of it after the last chunk's sampling.
 3. Latencies. One trace of short and long prompts with Poisson arrivals through NORMAL and through 1P:1D on the same devices'
    cores: time to first token, gaps between tokens.
 """
@@ -128,14 +128,10 @@ def bandwidth(rounds: int) -> list[dict[str, Any]]:
 
 
 class Late(PromptEngine):
-    """Starts transfers only after the sampled tokens are there."""
+    """Moves nothing before the whole prompt is computed and its token sampled."""
 
-    def pe_prepare_save_kvcache(self, scheduled: list, finished: list) -> None:
-        pass
-
-    def pe_do_save_kvcache(self, scheduled: list, finished: list) -> None:
-        super().pe_do_save_kvcache(scheduled, finished)
-        self.sender.pump()
+    def ready_pages(self, key: str) -> int:
+        return super().ready_pages(key) if self.sender.outgoing[key].state is not None else 0
 
 
 def overlap(model: str, rounds: int) -> dict[str, float]:
