@@ -70,6 +70,7 @@ TABLE: tuple[Implementation, ...] = (
     Implementation("kv_write", "xla", "kv_write:kv_write_xla"),
     Implementation("paged_decode", "mosaic", "paged_decode_mosaic:paged_decode_mosaic", *_HOPPER, "paged_decode_mosaic:refusal"),
     Implementation("paged_decode", "mosaic_mla", "mla_decode_mosaic:mla_decode_mosaic", *_HOPPER, "mla_decode_mosaic:refusal"),
+    Implementation("paged_decode", "native", "cpu_paged_decode:paged_decode_native", ("cpu",), (), "cpu_paged_decode:refusal"),
     Implementation("paged_decode", "xla", "paged_decode:paged_decode_xla"),
     Implementation("ragged_prefill", "mosaic", "ragged_prefill_mosaic:ragged_prefill_mosaic", *_HOPPER, "ragged_prefill_mosaic:refusal"),
     Implementation("ragged_prefill", "mosaic_mla", "mla_decode_mosaic:mla_prefill_mosaic", *_HOPPER, "mla_decode_mosaic:prefill_refusal"),

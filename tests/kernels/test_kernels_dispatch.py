@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from deepinfer_jax import kernels_pallas as kernels
-from deepinfer_jax.kernels_pallas import dispatch
+from deepinfer_jax.kernels_pallas import cpu_native, dispatch
 
 H200 = ("cuda", (9, 0))
 
@@ -33,7 +33,8 @@ def chosen(op, args, target, **kwargs) -> dispatch.Choice:
         (H200, decode_args(block_size=4), "xla", "block size 4"),
         (("cuda", (10, 0)), decode_args(), "xla", "needs compute capability 9.x"),
         (("cuda", (8, 0)), decode_args(), "xla", "needs compute capability 9.x"),
-        (("cpu",), decode_args(), "xla", "needs cuda"),
+        (("cpu",), decode_args(), "native" if cpu_native.status("paged_decode").native else "xla", "needs cuda"),
+        (("cpu",), decode_args(8), "xla", "multiples of 16"),
     ],
 )
 def test_choice_by_target_and_shape(target, args, name, reason):
@@ -52,14 +53,14 @@ def test_environment_overrides_and_is_overridden_by_the_argument(monkeypatch):
 @pytest.mark.parametrize("text", ["paged_decode=fast", "attention=xla", "paged_decode"])
 def test_bad_environment_names_what_is_known(monkeypatch, text):
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, text)
-    with pytest.raises(ValueError, match=r"paged_decode=mosaic\|mosaic_mla\|xla"):
+    with pytest.raises(ValueError, match=r"paged_decode=mosaic\|mosaic_mla\|native\|xla"):
         chosen("paged_decode", decode_args(), H200)
 
 
 def test_an_override_that_cannot_run_is_an_error():
     with kernels.use_target("cuda", (10, 0)), pytest.raises(ValueError, match="needs compute capability 9.x"):
         dispatch.select("paged_decode", decode_args(), {}, "mosaic")
-    with pytest.raises(ValueError, match="unknown implementation 'fast'; known: mosaic, mosaic_mla, xla"):
+    with pytest.raises(ValueError, match="unknown implementation 'fast'; known: mosaic, mosaic_mla, native, xla"):
         dispatch.select("paged_decode", decode_args(), {}, "fast")
 
 
@@ -69,7 +70,7 @@ def test_explain_says_what_runs_and_why():
     chosen("paged_decode", decode_args(), ("cuda", (10, 0)))
     assert kernels.explain() == (
         "paged_decode on cuda sm_100: xla (first that fits; mosaic refused: needs compute capability 9.x; "
-        "mosaic_mla refused: needs compute capability 9.x)"
+        "mosaic_mla refused: needs compute capability 9.x; native refused: needs cpu)"
     )
 
 

@@ -1,0 +1,270 @@
+// Softmax attention of one sequence's query rows over the pages of one key/value head, keys and values read where they lie.
+//
+// Blocks of up to KEYS keys with an online softmax (Milakov and Gimelshein, 2018); scores are products with the pages' key rows as
+// weights. A long sequence is cut into spans whose partial results are merged afterwards, so that one sequence feeds all threads.
+#pragma once
+
+#include "cpu_ffi.h"
+#include "cpu_product.h"
+
+namespace deepinfer {
+
+constexpr int KEYS = 128;            // keys per block
+constexpr int SPAN = 1024;           // keys per chunk, where sequences are cut
+constexpr int MAX_ROWS = 16;         // query rows per chunk
+constexpr float NOTHING = -1e30f;    // a score that counts for nothing
+
+// e^x (Cephes expf: 2 units in the last place), 0 below -87; NaN stays NaN.
+INLINE F exponential(F x) {
+  const F small = x, magic = F{} + 12582912.f;
+  x = x < -87.f ? F{} - 87.f : x;
+  x = x > 88.f ? F{} + 88.f : x;
+  const F shifted = x * 1.44269504f + magic, n = shifted - magic;
+  const F r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  const I power = (reinterpret_cast<I>(shifted) - 0x4B400000 + 127) << 23;
+  const F value = p * reinterpret_cast<F>(power);
+  return small < -87.f ? F{} : value;
+}
+
+INLINE float sum(F v) {
+  float total;
+  sum_lanes<1>(&v, &total);
+  return total;
+}
+
+INLINE uint16_t to_bfloat16(float value) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 64);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Pools [blocks, block_size, kv_heads, d or dv]; without values, they are the first dv channels of the keys.
+struct Pools {
+  void *keys, *values;
+  bool half;  // bfloat16, else float32
+  int64_t blocks, block_size, kv_heads, d, dv;
+
+  int64_t value_width() const { return values ? dv : d; }
+  template <typename T> T* key(int64_t block, int64_t offset, int64_t head) const {
+    return static_cast<T*>(keys) + ((block * block_size + offset) * kv_heads + head) * d;
+  }
+  template <typename T> T* value(int64_t block, int64_t offset, int64_t head) const {
+    return static_cast<T*>(values ? values : keys) + ((block * block_size + offset) * kv_heads + head) * value_width();
+  }
+};
+
+// What rows of queries have seen so far: acc [rows, dv] is the sum of weights times values, relative to e^top.
+struct Partial {
+  float *top, *total, *acc;
+};
+
+// Rows 0..rows of one chunk. Row r sees keys low[r]..high[r]; q [rows, d] is scaled.
+struct Rows {
+  int64_t count;
+  const float* q;
+  int64_t low[MAX_ROWS], high[MAX_ROWS];
+};
+
+template <typename W, int R, int V, typename T>
+INLINE void add_values(const T* const* values, int64_t count, const float* weights, float* acc, int64_t dv, int64_t c) {
+  F sums[R][V];
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int v = 0; v < V; v++) sums[r][v] = load<F>(acc + r * dv + c + v * LANES);
+  for (int64_t i = 0; i < count; i++) {
+    W row;
+    row.p = values[i];
+    F value[V];
+    UNROLL for (int v = 0; v < V; v++) value[v] = row.at(c + v * LANES);
+    UNROLL for (int r = 0; r < R; r++) {
+      const float weight = weights[r * KEYS + i];
+      UNROLL for (int v = 0; v < V; v++) sums[r][v] += weight * value[v];
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int v = 0; v < V; v++) std::memcpy(acc + r * dv + c + v * LANES, &sums[r][v], sizeof(F));
+}
+
+template <typename W, int R, typename T>
+INLINE void add_values(const T* const* values, int64_t count, const float* weights, float* acc, int64_t dv) {
+  int64_t c = 0;
+  for (; c + 4 * LANES <= dv; c += 4 * LANES) add_values<W, R, 4>(values, count, weights, acc, dv, c);
+  for (; c < dv; c += LANES) add_values<W, R, 1>(values, count, weights, acc, dv, c);
+}
+
+// The softmax of one row's scores over a block, in place, and what it does to the row's partial result.
+INLINE void weigh(float* scores, int64_t count, float& top, float& total, float* acc, int64_t dv) {
+  F peak = F{} + top;
+  for (int64_t i = 0; i < count; i += LANES) {
+    const F s = load<F>(scores + i);
+    peak = s > peak ? s : peak;
+  }
+  float lanes[LANES], new_top = top;
+  std::memcpy(lanes, &peak, sizeof lanes);
+  for (float lane : lanes) new_top = std::max(new_top, lane);
+  F sums = {};
+  for (int64_t i = 0; i < count; i += LANES) {
+    const F e = exponential(load<F>(scores + i) - new_top);
+    sums += e;
+    std::memcpy(scores + i, &e, sizeof e);
+  }
+  const F keep = exponential(F{} + (top - new_top));
+  total = total * keep[0] + sum(sums);
+  top = new_top;
+  for (int64_t i = 0; i < dv; i += LANES) {
+    const F a = load<F>(acc + i) * keep;
+    std::memcpy(acc + i, &a, sizeof a);
+  }
+}
+
+// Adds the keys begin..end of a sequence to `out`. Weights of rows that do not see a key are zero; no key past `end` is read.
+template <typename W, typename T>
+void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t head, int64_t begin, int64_t end, Partial out) {
+  alignas(64) static thread_local float scores[MAX_ROWS * KEYS];
+  const T* values[KEYS];
+  const int64_t bs = pools.block_size;
+  for (int64_t k0 = begin; k0 < end; k0 += KEYS) {
+    const int64_t k1 = std::min(k0 + KEYS, end), count = k1 - k0, padded = (count + LANES - 1) / LANES * LANES;
+    for (int64_t key = k0; key < k1;) {
+      const int64_t block = table[key / bs], offset = key % bs, n = std::min(bs - offset, k1 - key);
+      const Weights w{pools.key<T>(block, offset, head), nullptr, nullptr, n, pools.d, pools.kv_heads * pools.d};
+      for (int64_t i = 0; i < n; i++) {
+        const T* value = values[key - k0 + i] = pools.value<T>(block, offset + i, head);
+        if (pools.values)
+          for (int64_t c = 0; c < pools.dv; c += 64 / sizeof(T)) __builtin_prefetch(value + c);
+      }
+      if (key + n < end) {  // the page to come
+        const T* next = pools.key<T>(table[(key + n) / bs], 0, head);
+        for (int64_t i = 0; i < std::min(bs, end - key - n); i++)
+          for (int64_t c = 0; c < pools.d; c += 64 / sizeof(T)) __builtin_prefetch(next + i * w.stride + c);
+      }
+      float* to = scores + (key - k0);
+      int64_t i = 0;
+      for (; i + ROWS <= n; i += ROWS) rows_of_x<W, ROWS>(rows.count, rows.q, w, i, to, KEYS);
+      for (; i < n; i++) rows_of_x<W, 1>(rows.count, rows.q, w, i, to, KEYS);
+      key += n;
+    }
+    for (int64_t r = 0; r < rows.count; r++) {
+      float* s = scores + r * KEYS;
+      const int64_t low = std::min(std::max(rows.low[r] - k0, int64_t{0}), count), high = std::min(rows.high[r] - k0, count);
+      for (int64_t i = 0; i < low; i++) s[i] = NOTHING;
+      for (int64_t i = std::max(high, low); i < padded; i++) s[i] = NOTHING;
+      if (low < high) weigh(s, padded, out.top[r], out.total[r], out.acc + r * pools.dv, pools.dv);
+      else std::fill(s, s + padded, 0.f);
+    }
+    for (int64_t r = 0; r < rows.count;) {
+      const float* s = scores + r * KEYS;
+      float* acc = out.acc + r * pools.dv;
+      switch (std::min<int64_t>(rows.count - r, 4)) {
+        case 1: add_values<W, 1>(values, count, s, acc, pools.dv), r += 1; break;
+        case 2: add_values<W, 2>(values, count, s, acc, pools.dv), r += 2; break;
+        case 3: add_values<W, 3>(values, count, s, acc, pools.dv), r += 3; break;
+        default: add_values<W, 4>(values, count, s, acc, pools.dv), r += 4;
+      }
+    }
+  }
+}
+
+inline void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t head, int64_t begin, int64_t end, Partial out) {
+  if (pools.half) return attend<BFloat16, uint16_t>(rows, pools, table, head, begin, end, out);
+  attend<Float32, float>(rows, pools, table, head, begin, end, out);
+}
+
+// Decode attention of S sequences, q_per_seq rows each: chunks are (sequence, head, rows, span of keys).
+struct Decode {
+  Pools pools;
+  const int32_t *tables, *lens;
+  const float* sinks;  // one per query head, or null
+  int64_t sequences, pages, heads, q_per_seq, window;  // window 0: none
+  float scale;
+  int64_t row_blocks, spans, units;
+  std::unique_ptr<float[]> partials;  // [units, spans, MAX_ROWS, 2 + dv] where there are several spans
+
+  int64_t group() const { return heads / pools.kv_heads; }
+  int64_t rows() const { return group() * q_per_seq; }
+
+  void plan(int64_t threads) {
+    row_blocks = (rows() + MAX_ROWS - 1) / MAX_ROWS;
+    units = sequences * pools.kv_heads * row_blocks;
+    const int64_t longest = *std::max_element(lens, lens + sequences);
+    spans = units >= 4 * threads ? 1 : std::max<int64_t>(1, (longest + SPAN - 1) / SPAN);
+    if (spans > 1) partials.reset(new float[units * spans * MAX_ROWS * (2 + pools.dv)]);
+  }
+
+  struct Unit {
+    int64_t sequence, head, row, count;
+  };
+  Unit unit(int64_t i) const {
+    const int64_t row = i % row_blocks * MAX_ROWS;
+    return {i / row_blocks / pools.kv_heads, i / row_blocks % pools.kv_heads, row, std::min<int64_t>(MAX_ROWS, rows() - row)};
+  }
+  // Where row r of a unit lies among the rows [sequences * q_per_seq, heads] of queries and results.
+  int64_t place(const Unit& u, int64_t r) const {
+    const int64_t row = u.row + r;
+    return (u.sequence * q_per_seq + row / group()) * heads + u.head * group() + row % group();
+  }
+
+  Partial partial(int64_t chunk) const {
+    float* p = partials.get() + chunk * MAX_ROWS * (2 + pools.dv);
+    return {p, p + MAX_ROWS, p + 2 * MAX_ROWS};
+  }
+
+  void start(const Unit& u, Partial p, bool first) const {
+    for (int64_t r = 0; r < u.count; r++) {
+      const bool sink = sinks && first;
+      p.top[r] = sink ? sinks[u.head * group() + (u.row + r) % group()] : NOTHING;
+      p.total[r] = sink;
+    }
+    std::fill(p.acc, p.acc + u.count * pools.dv, 0.f);
+  }
+
+  // Chunk (unit, span): q [count, d] holds the unit's scaled rows, results go to `p`. False: the sequence is empty.
+  bool attend_span(const Unit& u, int64_t span, const float* q, Partial p) const {
+    const int64_t len = lens[u.sequence];
+    start(u, p, span == 0);
+    if (len <= 0) return false;
+    Rows rows{u.count, q};
+    int64_t begin = len;
+    for (int64_t r = 0; r < u.count; r++) {
+      const int64_t position = len - q_per_seq + (u.row + r) / group();
+      rows.high[r] = position + 1;
+      rows.low[r] = window ? std::max<int64_t>(position - window + 1, 0) : 0;
+      if (position >= 0) begin = std::min(begin, rows.low[r]);
+    }
+    int64_t end = len;
+    if (spans > 1) begin = std::max(begin, span * SPAN), end = std::min(end, (span + 1) * SPAN);
+    if (begin < end) attend(rows, pools, tables + u.sequence * pages, u.head, begin, end, p);
+    return true;
+  }
+
+  // Adds the spans of a unit up, into that of its first one.
+  Partial merge(const Unit& u, int64_t i) const {
+    Partial sum = partial(i * spans);
+    for (int64_t span = 1; span < spans; span++) {
+      const Partial p = partial(i * spans + span);
+      for (int64_t r = 0; r < u.count; r++) {
+        if (p.total[r] == 0) continue;  // also what an unseen span leaves behind
+        const float top = std::max(sum.top[r], p.top[r]);
+        const float keep = exponential(F{} + (sum.top[r] - top))[0], add = exponential(F{} + (p.top[r] - top))[0];
+        sum.top[r] = top;
+        sum.total[r] = sum.total[r] * keep + p.total[r] * add;
+        for (int64_t c = 0; c < pools.dv; c++) sum.acc[r * pools.dv + c] = sum.acc[r * pools.dv + c] * keep + p.acc[r * pools.dv + c] * add;
+      }
+    }
+    return sum;
+  }
+
+  // out [dv]: the finished row; zeros where it saw nothing.
+  void finish(Partial p, int64_t r, float* out) const {
+    const float by = p.total[r] == 0 ? 0.f : 1.f / p.total[r];
+    for (int64_t c = 0; c < pools.dv; c++) out[c] = p.acc[r * pools.dv + c] * by;
+  }
+};
+
+}  // namespace deepinfer
