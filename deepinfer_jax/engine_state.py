@@ -80,13 +80,17 @@ class EngineStateMixin:
         """The engine's BlockMover. Made here unless the role or the KV store has made it: then its programs are compiled now if
         warm-up is over."""
         if self.mover is None:
-            mover, programs = BlockMover(self.runner), self.runner.programs
-            if programs.warm:
-                with compile_watch().expected():
-                    for key in [k for k in programs._registered if k not in programs._compiled]:
-                        programs.put(key, programs.lower(key).compile())
-            self.mover = mover
+            self.mover = BlockMover(self.runner)
+            if self.runner.programs.warm:
+                self.compile_copies("")
         return self.mover
+
+    def compile_copies(self, kind: str = "gather") -> None:
+        """Compiles copy programs that are not compiled yet, so that no step has to wait for the compiler."""
+        programs = self.runner.programs
+        with compile_watch().expected():
+            for key in [k for k in programs._registered if k.kind.startswith(kind) and k not in programs._compiled]:
+                programs.put(key, programs.lower(key).compile())
 
     def fingerprint(self) -> str:
         """Equal for equal checkpoints; computed once."""

@@ -34,6 +34,8 @@ def take(pd: DisaggregatedEngine, folder: str | Path) -> snapshot.SnapshotJob:
     job = snapshot.SnapshotJob(Path(folder).absolute())
     engines = _alive(pd)
     layout = snapshot_state.layout(engines[0])
+    for engine in engines:
+        engine.compile_copies()
 
     def timed() -> snapshot.Capture:
         start = time.perf_counter()

@@ -99,7 +99,8 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
     if jax.process_count() > 1:
         raise ValueError(f"a snapshot covers one process, this engine's job has {jax.process_count()}")
     job = SnapshotJob(Path(folder).absolute())
-    own = snapshot_state.layout(engine)  # builds the copy programs, if need be, before any step has to wait
+    own = snapshot_state.layout(engine)
+    engine.compile_copies()  # here, before any step has to wait for it
 
     def timed() -> Capture:
         start = time.perf_counter()
