@@ -10,6 +10,7 @@ warning is logged once. DEEPINFER_CPU_NATIVE=auto|native|xla overrides; "native"
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -90,11 +91,18 @@ def _build(name: str) -> Path:
     library = folder / f"cpu_{name}-{key[:24]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may build the same one: rename is atomic
-            built = Path(scratch) / library.name
-            _run([compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(built)])
-            os.replace(built, library)
+        with open(folder / f"{library.stem}.lock", "w") as lock:  # the processes of a deployment start together: one builds
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, source, library)
     return library
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # a build that is cut off leaves no library
+        built = Path(scratch) / library.name
+        _run([compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(built)])
+        os.replace(built, library)
 
 
 def _run(command: list[str]) -> str:
