@@ -72,7 +72,7 @@ class EngineNode:
         self._waiting: list[wire.Start] = []  # until a completion engine is linked
         self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
         self._known: dict[str, wire.Peer] = {}
-        self.draining = False
+        self.draining = self._terminated = False
         self._drain_until = 0.0
         self._exit: tuple[int, str] | None = None
         self.stager: Stager | None = None
@@ -106,7 +106,7 @@ class EngineNode:
 
     def run(self) -> int:
         """Until drained or failed; the process's exit code."""
-        signal.signal(signal.SIGTERM, lambda *_: self.begin_drain("SIGTERM"))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         self.hub.start()
         self._dial_router()
         if self.stager is not None:
@@ -131,7 +131,12 @@ class EngineNode:
             os._exit(code)  # jax.distributed would wait for processes that may be gone
         return code
 
+    def _on_sigterm(self, *_: object) -> None:
+        self._terminated = True  # nothing else: this interrupts the main thread anywhere, with any lock in its hands
+
     def _round(self) -> bool:
+        if self._terminated and not self.draining:
+            self.begin_drain("SIGTERM")
         while self._commands:
             self._commands.popleft()()
         if self.engine.policy.splits_prefill_decode:

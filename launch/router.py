@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
 
 from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
@@ -21,6 +21,8 @@ from deepinfer_jax.launch.http import serve_http
 from deepinfer_jax.scheduler.router import RouterConfig
 from deepinfer_jax.wire_hub import HubConfig
 from deepinfer_jax.wire_security import Security, is_loopback
+
+SIGNAL_POLL = 0.1
 
 
 @dataclasses.dataclass
@@ -81,21 +83,20 @@ def serve(a: RouterArgs, balancing: RouterConfig) -> int:
     )
     cluster = Cluster(config)
     http = serve_http(cluster, a.http_host, a.http_port)
-    stop = threading.Event()
+    stop: list[int] = []  # a handler may interrupt anything: it takes no lock
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: stop.append(number))
     cluster.start()
     print(f"router: listening on {cluster.endpoint}, http://{a.http_host}:{http.server_port}/healthz", flush=True)
     if not is_loopback(a.http_host):
         print(f"router: anybody who reaches {a.http_host}:{http.server_port} can read the status", flush=True)
-    while cluster.hub.thread.is_alive() and not stop.wait(0.5):
-        pass
+    while cluster.hub.thread.is_alive() and not stop:
+        time.sleep(SIGNAL_POLL)
     if cluster.hub.thread.is_alive():
         print("router: draining", flush=True)
         cluster.hub.call(cluster.begin_drain)
-        again = threading.Event()
-        while not cluster.drained and not again.wait(0.05):
-            pass
+        while not cluster.drained:
+            time.sleep(SIGNAL_POLL)
     alive = cluster.hub.thread.is_alive()
     cluster.hub.stop()
     http.shutdown()

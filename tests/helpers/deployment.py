@@ -85,6 +85,7 @@ class Deployment:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "DEEPINFER_LOG_LEVEL": "INFO",
+            "DEEPINFER_CPU_NATIVE": "xla",  # no C++ compiler at work while tests wait
             "PYTHONUNBUFFERED": "1",
         }
         self.port, self.http = free_port(), free_port()
