@@ -2,6 +2,7 @@
 # make test    the test suite
 # make lint    ruff
 # make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
+# make faults  kills and stops processes of a deployment under load (FAULT_MINUTES=60 for a long run)
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
 # make clean   remove the virtual environment and build products
@@ -14,9 +15,10 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?= -n 2 --dist worksteal
 FUZZ_STEPS ?= 500000
+FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 
-.PHONY: help demo test lint fuzz aot venv clean
+.PHONY: help demo test lint fuzz faults aot venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -33,6 +35,9 @@ lint: $(VENV)/.dev-installed
 fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
+
+faults: $(VENV)/.dev-installed
+	JAX_PLATFORMS=cpu $(PY) tests/helpers/process_faults.py --minutes $(FAULT_MINUTES)
 
 aot: $(VENV)/.aot-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) $(wildcard tests/*/test_*aot*.py)

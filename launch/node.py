@@ -31,6 +31,8 @@ ARRIVAL_POLL = 0.0005
 IDLE_POLL = 0.2
 GROUP_IDLE = 0.02
 """Most seconds between the votes of an idle job of several processes: a request at one of them waits for the others' next vote."""
+STUCK = 5.0
+"""Seconds of one round after which this process does not join a router until the round has ended."""
 REDIAL = 0.5
 """Seconds between attempts to reach a router, or a completion engine that the router knows."""
 
@@ -280,6 +282,10 @@ class EngineNode:
         )
 
     def _dial_router(self) -> None:
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > STUCK:  # it would be given work that it cannot do
+            threading.Timer(REDIAL, self._dial_router).start()
+            return
         self.hub.dial(self.config.router, self._hello(self.kind), self)
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
