@@ -217,7 +217,9 @@ def snapshot(args: argparse.Namespace) -> None:
         median = statistics.median(steps)
         quiet, near = steps[:19], [max(steps[20:23]), max(steps[60:63])]
         print(f"snapshot: {jobs[0].nbytes / 1e6:.1f} MB of 8 running requests, step {1e3 * median:.2f} ms median")
-        print(f"  engine held for {', '.join(f'{1e3 * j.pause:.2f}' for j in jobs)} ms = {jobs[-1].pause / median:.2f} steps (hold: 1)")
+        held = ", ".join(f"{1e3 * j.pause:.2f} ms ({1e3 * j.drain:.2f} until the step in flight had ended)" for j in jobs)
+        extra = min(j.pause - j.drain for j in jobs) / median
+        print(f"  engine held for {held}; beyond that step: {extra:.2f} steps (hold: 1)")
         copies = ", ".join(f"{1e3 * n:.2f}" for n in near)
         print(f"  longest step: {1e3 * max(quiet):.2f} ms before, {copies} ms with the snapshot's copy in it")
         data = bytes(jobs[0].nbytes)

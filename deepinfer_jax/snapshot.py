@@ -69,10 +69,12 @@ class Capture:
 
 @dataclass
 class SnapshotJob:
-    """A snapshot being written. pause: seconds during which no step could run."""
+    """A snapshot being written. pause: seconds during which no step could run, `drain` of them until the step in flight had ended
+    (which the next step would have waited for, too)."""
 
     folder: Path
     pause: float = 0.0
+    drain: float = 0.0
     step: int | None = None
     nbytes: int = 0
     _error: BaseException | None = None
@@ -104,6 +106,8 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
 
     def timed() -> Capture:
         start = time.perf_counter()
+        engine.drain()
+        job.drain = time.perf_counter() - start
         captured = capture(engine, own)
         job.pause = time.perf_counter() - start
         return captured
