@@ -5,10 +5,21 @@ Ops pick their implementation from the table in `dispatch` at trace time; `expla
 
 from __future__ import annotations
 
+from .decoder_layers import decoder_layers
 from .dispatch import current_target, explain, use_target
 from .grouped_matmul import grouped_matmul, moe_experts
 from .kv_write import kv_write
 from .paged_decode import paged_decode
 from .ragged_prefill import ragged_prefill
 
-__all__ = ["current_target", "explain", "grouped_matmul", "kv_write", "moe_experts", "paged_decode", "ragged_prefill", "use_target"]
+__all__ = [
+    "current_target",
+    "decoder_layers",
+    "explain",
+    "grouped_matmul",
+    "kv_write",
+    "moe_experts",
+    "paged_decode",
+    "ragged_prefill",
+    "use_target",
+]

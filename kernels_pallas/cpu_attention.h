@@ -184,7 +184,7 @@ struct Decode {
   int64_t sequences, pages, heads, q_per_seq, window;  // window 0: none
   float scale;
   int64_t row_blocks, spans, units;
-  std::unique_ptr<float[]> partials;  // [units, spans, MAX_ROWS, 2 + dv] where there are several spans
+  std::shared_ptr<float[]> partials;  // [units, spans, MAX_ROWS, 2 + dv] where there are several spans
 
   int64_t group() const { return heads / pools.kv_heads; }
   int64_t rows() const { return group() * q_per_seq; }

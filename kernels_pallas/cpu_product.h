@@ -294,16 +294,17 @@ struct Product {
   int64_t m, panel, rows_per_chunk, n_chunks, chunks;
   void (*block)(const Weights&, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1);
 
-  // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them).
+  // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them);
+  // all but the last chunk have a multiple of `unit` of them.
   template <typename Run>
-  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t m_, int64_t threads, int64_t columns) {
+  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
     x = x_, y = y_, w = w_, m = m_, block = run;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
     const int64_t panels = (m + panel - 1) / panel;
     const int64_t per_thread = std::max<int64_t>(1, 8 / std::max<int64_t>(1, panels));
     int64_t rows = (columns + threads * per_thread - 1) / (threads * per_thread);
     if (m < MAX_TILE) rows = std::max<int64_t>(rows, (16 << 10) / std::max<int64_t>(1, w.k));
-    rows_per_chunk = (rows + ROWS - 1) / ROWS * ROWS;
+    rows_per_chunk = (rows + unit - 1) / unit * unit;
     n_chunks = (columns + rows_per_chunk - 1) / rows_per_chunk;
     chunks = panels * n_chunks;
   }

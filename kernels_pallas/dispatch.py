@@ -67,6 +67,8 @@ class Choice:
 _HOPPER = (("cuda",), (9,))
 
 TABLE: tuple[Implementation, ...] = (
+    Implementation("decoder_layers", "native", "cpu_decoder:decoder_layers_native", ("cpu",), (), "cpu_decoder:refusal"),
+    Implementation("decoder_layers", "separate", "decoder_layers:separate_layers"),
     Implementation("kv_write", "xla", "kv_write:kv_write_xla"),
     Implementation("paged_decode", "mosaic", "paged_decode_mosaic:paged_decode_mosaic", *_HOPPER, "paged_decode_mosaic:refusal"),
     Implementation("paged_decode", "mosaic_mla", "mla_decode_mosaic:mla_decode_mosaic", *_HOPPER, "mla_decode_mosaic:refusal"),

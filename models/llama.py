@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from deepinfer_jax.kernels_pallas import decoder_layers
+from deepinfer_jax.kernels_pallas.decoder_layers import LayerWeights, Result, Rows
 from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes, StepBatch
 from deepinfer_jax.models.hf_config import common_fields, require, require_silu
 from deepinfer_jax.models.layers.attention import GQAttention, HeadLayout, kv_cache_specs
@@ -101,6 +103,18 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
 
+    def weights(self) -> LayerWeights | None:
+        """The layer's parameters for `decoder_layers`; None where that op does not describe it (split over tp, other biases)."""
+        attn, mlp = self.attn, self.mlp
+        linears = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
+        if any(linear.axes.tp > 1 for linear in linears) or any(linear.bias is not None for linear in linears[1:]):
+            return None
+        qkv, out, gate_up, down = (linear.parts() for linear in linears)
+        optional = (attn.qkv.bias, *(norm and norm.weight for norm in (attn.q_norm, attn.k_norm)))
+        qkv_bias, q_norm, k_norm = (p if p is None else p[...] for p in optional)
+        norms = self.attn_norm.weight[...], self.mlp_norm.weight[...]
+        return LayerWeights(norms[0], qkv, qkv_bias, q_norm, k_norm, out, norms[1], gate_up, down, attn.sliding_window)
+
 
 class Llama(nnx.Module):
     """LlamaForCausalLM; see models/base.py for what a step sees. quant: storage of all linear layers and the head."""
@@ -135,10 +149,23 @@ class Llama(nnx.Module):
         """-> (hidden [T, hidden] after the last norm, caches with this step's rows written)."""
         cos, sin = rope_cos_sin(self.config.rope, batch.positions)
         x = self.embed(batch.tokens)
-        keys, values = list(caches["k"]), list(caches["v"])
-        for i, layer in enumerate(self.layers):
-            x, keys[i], values[i] = layer(x, cos, sin, keys[i], values[i], batch)
-        return self.norm(x), {**caches, "k": tuple(keys), "v": tuple(values)}
+
+        def separate() -> Result:
+            hidden, keys, values = x, list(caches["k"]), list(caches["v"])
+            for i, layer in enumerate(self.layers):
+                hidden, keys[i], values[i] = layer(hidden, cos, sin, keys[i], values[i], batch)
+            return Result(self.norm(hidden), tuple(keys), tuple(values))
+
+        weights = [layer.weights() for layer in self.layers] if batch.is_decode and batch.q_per_seq == 1 else [None]
+        if None in weights:
+            result = separate()
+        else:
+            rows = Rows(cos, sin, batch.block_tables, batch.kv_lens, batch.write_slots)
+            result = decoder_layers(
+                x, rows, weights, self.norm.weight[...], caches["k"], caches["v"], eps=self.config.rms_norm_eps,
+                scale=self.config.head_dim**-0.5, separate=separate,
+            )  # fmt: skip
+        return result.hidden, {**caches, "k": result.keys, "v": result.values}
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

@@ -56,7 +56,11 @@ class Linear(nnx.Module):
         """x . kernel without bias and without the sum over tp."""
         if self.quant is None:
             return float_matmul(x, self.kernel[...])
-        return quant_format(self.quant).matmul(x, *stored_parts(self, "kernel", self.quant))
+        return quant_format(self.quant).matmul(x, *self.parts())
+
+    def parts(self) -> tuple[jax.Array, ...]:
+        """The kernel as stored: itself, or with its format's companions."""
+        return (self.kernel[...],) if self.quant is None else tuple(stored_parts(self, "kernel", self.quant))
 
 
 def check_blocks(features: int, block: int, what: str) -> None:
