@@ -5,7 +5,7 @@ import time
 import pytest
 from wire_handler import FAST, Handler
 
-from deepinfer_jax import SamplingParams, wire
+from deepinfer_jax import LLM, SamplingParams, wire
 from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.remote import RemoteEngine
@@ -452,6 +452,13 @@ def test_status_counts(world):
     status = w.client().stats()
     assert {e["name"]: e["state"] for e in status["engines"]} == {"P": "serving", "C": "serving"}
     assert status["counters"]["joined"] == 2 and status["health"]["status"] == "ok"
+
+
+def test_llm_with_a_router_takes_no_engine_arguments():
+    with pytest.raises(ValueError, match=r"the engines' arguments are theirs; got \['block_size'\]"):
+        LLM(router="127.0.0.1:1", block_size=32)
+    with pytest.raises(ValueError, match="give a model, or the router of a deployment"):
+        LLM()
 
 
 def test_a_client_is_told_why_there_is_no_deployment(world):
