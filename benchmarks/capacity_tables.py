@@ -1,24 +1,28 @@
 """Writes the tables of docs/capacity.md: every model, GPU and role there, planned by the code behind `deepinfer-jax plan`.
 
-  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py docs/capacity.md        (needs the CUDA plugin; about half an hour of CPU)
-  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py --estimate docs/capacity.md
+  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py        (needs the CUDA plugin; minutes of CPU per row)
 
-Only what stands between the markers <!-- tables --> and <!-- /tables --> is replaced.
+Rows are kept in docs/capacity.json, one plan each, so that a run goes on where the last one stopped; --fresh plans them again.
+Only what stands between the markers <!-- tables --> and <!-- /tables --> of docs/capacity.md is replaced. --estimate fills rows
+that are missing without compiling.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
 from pathlib import Path
 
 from deepinfer_jax import EngineArgs
-from deepinfer_jax.launch.plan import Plan, make_plan
+from deepinfer_jax.launch.plan import make_plan
+from deepinfer_jax.loading import use_compilation_cache
 from deepinfer_jax.memory import NotEnoughMemory
 
-CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS, DOCS = ROOT / "examples" / "configs", ROOT / "docs"
 EP8 = {"quantization": "fp8", "data_parallel_size": 8, "expert_parallel_size": 8}
 EP64 = {"quantization": "fp8", "data_parallel_size": 64, "expert_parallel_size": 64}
 CASES = [
@@ -45,58 +49,65 @@ def args_for(model: str, layout: dict, role: str) -> EngineArgs:
     )
 
 
-def row(plan: Plan, gpu: str) -> str:
-    m, axes = plan.memory, plan.config.axes
-    gb = lambda x: f"{x / 1e9:.1f}"  # noqa: E731
-    moved = sum(entry["bytes"] for entry in plan.collectives.values())
-    decodes = plan.floors[len(plan.config.prefill_buckets) :]
-    at_64 = next((f for f in decodes if f.tokens == 64), None)
-    step = plan.floors[-1]
-    cells = [
-        f"{Path(plan.args.model).name}",
-        gpu,
-        plan.config.role.name,
-        f"{plan.devices} (dp {axes.dp}, ep {axes.ep})",
-        gb(m.params_bytes),
-        gb(m.temp_bytes) + (" est." if plan.estimated else ""),
-        f"{m.num_blocks:,}" + ("" if m.num_blocks < m.useful_blocks else " (all useful)"),
-        f"{plan.kv_tokens:,}",
-        f"{moved / 1e6:.0f}" if plan.collectives else "-",
-        f"{1e3 * at_64.seconds:.2f} ({at_64.binds})" if at_64 else "-",
-        f"{1e3 * step.seconds:.1f} ({step.binds}), {step.tokens} rows",
+def cells(name: str, plan: dict) -> list[str]:
+    m, steps = plan["memory"], plan["steps"]
+    gb = lambda x: f"{x / 1e9:.2f}"  # noqa: E731
+    moved = sum(entry["bytes"] for entry in plan["collectives"].values())
+    decodes = plan["role"] != "PROMPT"
+    at_64 = next((s for s in reversed(steps) if s["tokens"] == 64), None) if decodes else None
+    last = steps[-1]
+    return [
+        name,
+        plan["gpu"],
+        plan["role"],
+        f"{plan['devices']} (dp {plan['dp']}, ep {plan['ep']})",
+        gb(m["params_bytes"]),
+        gb(m["temp_bytes"]) + (" est." if plan["estimated"] else ""),
+        f"{m['num_blocks']:,}" + (" (all useful)" if m["num_blocks"] == m["useful_blocks"] else ""),
+        f"{plan['kv_tokens_per_rank']:,}",
+        f"{moved / 1e6:.0f}" if moved else "-",
+        f"{1e3 * at_64['seconds']:.2f} ({at_64['binds']})" if at_64 else "-",
+        f"{1e3 * last['seconds']:.1f} ({last['binds']}), {last['tokens']} rows",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
-def tables(gpus: list[str], estimate: bool) -> str:
-    head = ["model", "GPU", "role", "devices", "weights GB", "temporaries GB", "KV blocks / rank", "KV tokens / rank"]
-    head += ["exchanged MB / step", "decode 64 rows, floor ms", "largest step, floor ms"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    refused = []
-    for gpu in gpus:
-        for model, layout, roles in CASES:
+def plan_missing(plans: dict[str, dict], gpus: list[str], estimate: bool, file: Path) -> None:
+    for model, layout, roles in CASES:
+        for gpu in gpus:
             for role in roles:
+                key = f"{model} {gpu} {role} ep{layout.get('expert_parallel_size', 1)}"
+                if key in plans and not (plans[key].get("estimated") and not estimate):
+                    continue
                 start = time.time()
                 try:
-                    lines.append(row(make_plan(args_for(model, layout, role), gpu, compile_programs=not estimate), gpu))
+                    plans[key] = make_plan(args_for(model, layout, role), gpu, compile_programs=not estimate).as_dict() | {"model": model}
                 except NotEnoughMemory as error:
-                    refused.append(f"- `{model}` on one {gpu}: {error}")
-                print(f"{model} {gpu} {role}: {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+                    plans[key] = {"refused": str(error), "gpu": gpu, "model": model}
+                file.write_text(json.dumps(plans, indent=1) + "\n")
+                print(f"{key}: {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def tables(plans: dict[str, dict]) -> str:
+    head = ["model", "GPU", "role", "devices", "weights GB", "temporaries GB", "KV blocks / rank", "KV tokens / rank"]
+    head += ["exchanged MB / step", "decode 64 rows, floor ms", "largest step, floor ms"]
+    rows = [cells(p["model"], p) for p in plans.values() if "refused" not in p]
+    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
+    refused = [f"- {p['model']} on one {p['gpu']}: {p['refused']}" for p in plans.values() if "refused" in p]
     return "\n".join([*lines, "", "Refused:", "", *refused])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="h200,b200")
     parser.add_argument("--estimate", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args()
-    made = tables(options.gpus.split(","), options.estimate)
-    text = options.file.read_text()
-    marked = re.sub(r"(<!-- tables -->\n).*?(\n<!-- /tables -->)", lambda m: m[1] + made + m[2], text, flags=re.DOTALL)
-    if marked == text:
-        raise SystemExit(f"{options.file} has no <!-- tables --> markers, or nothing changed")
-    options.file.write_text(marked)
+    use_compilation_cache()
+    kept, page = DOCS / "capacity.json", DOCS / "capacity.md"
+    plans = json.loads(kept.read_text()) if kept.exists() and not options.fresh else {}
+    plan_missing(plans, options.gpus.split(","), options.estimate, kept)
+    made = tables(plans)
+    page.write_text(re.sub(r"(<!-- tables -->\n).*?(\n<!-- /tables -->)", lambda m: m[1] + made + m[2], page.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Start one process of a deployment: its router, or an engine of a role.
 
-  deepinfer-jax launch router --listen 127.0.0.1:9510
-  deepinfer-jax launch prompt --model demo --router 127.0.0.1:9510
-  deepinfer-jax launch completion --model demo --router 127.0.0.1:9510
-  deepinfer-jax launch ROLE --help
+deepinfer-jax launch router --listen 127.0.0.1:9510
+deepinfer-jax launch prompt --model demo --router 127.0.0.1:9510
+deepinfer-jax launch completion --model demo --router 127.0.0.1:9510
+deepinfer-jax launch ROLE --help
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Show what a deployment's router knows: engines, requests, counters.
 
-  deepinfer-jax status --router 127.0.0.1:9510
+deepinfer-jax status --router 127.0.0.1:9510
 """
 
 from __future__ import annotations
