@@ -61,8 +61,25 @@ struct Layer {
   Product qkv, out, gate_up, down;
   Decode decode;
 
-  void norm_attn(int64_t i) const { rms_norm(step->x + i * step->hidden, attn_norm, step->hidden, step->eps, step->normed + i * step->hidden); }
-  void norm_mlp(int64_t i) const { rms_norm(step->x + i * step->hidden, mlp_norm, step->hidden, step->eps, step->normed + i * step->hidden); }
+  const Vector* next_norm;  // of the layer that follows, or the last one
+  float* next_normed;       // where its result goes
+
+  void norm(const Vector& weight, int64_t i, float* to) const {
+    rms_norm(step->x + i * step->hidden, weight, step->hidden, step->eps, to + i * step->hidden);
+  }
+  void norm_first(int64_t i) const { norm(attn_norm, i, step->normed); }
+  void norm_mlp(int64_t i) const { norm(mlp_norm, i, step->normed); }
+  void norm_next(int64_t i) const { norm(*next_norm, i, next_normed); }
+  void norm_mlp_all() const {
+    for (int64_t i = 0; i < step->m; i++) norm_mlp(i);
+  }
+  void norm_next_all() const {
+    for (int64_t i = 0; i < step->m; i++) norm_next(i);
+  }
+  void warm_qkv(int64_t i) const { qkv.warm(i); }
+  void warm_out(int64_t i) const { out.warm(i); }
+  void warm_gate_up(int64_t i) const { gate_up.warm(i); }
+  void warm_down(int64_t i) const { down.warm(i); }
   void project(int64_t i) const { qkv.run(qkv.part(i, qkv.w.n)); }
   void project_out(int64_t i) const { add(out, i); }
   void project_down(int64_t i) const { add(down, i); }
@@ -148,8 +165,7 @@ struct Stack : Job {
   Vector last_norm;
   float* out;
   std::vector<Layer> layers;
-  explicit Stack(int64_t count) : Job(8 * count + 1), layers(count) {}
-  void norm_last(int64_t i) const { rms_norm(step.x + i * step.hidden, last_norm, step.hidden, step.eps, out + i * step.hidden); }
+  Stack(int64_t count, int64_t threads) : Job(8 * count + 1, threads), layers(count) {}
 };
 
 // Reads operands in order, and remembers the first that does not fit.
@@ -193,29 +209,40 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   const StoredWeights down = in.weights(s.hidden, inner);
   const XLA_FFI_Buffer *keys = in.pool(d), *values = in.pool(d);
   if (!in.good || keys->dtype != values->dtype || inner % LANES) return false;
-  layer.qkv.plan(s.normed, s.qkv, qkv.w, qkv.block, s.m, threads, rows);
-  layer.out.plan(s.attended, s.added, out.w, out.block, s.m, threads, s.hidden);
-  layer.gate_up.plan(s.normed, s.gate_up, gate_up.w, gate_up.block, s.m, threads, inner, LANES);
-  layer.down.plan(s.inner, s.added, down.w, down.block, s.m, threads, s.hidden);
+  layer.qkv.plan(s.normed, s.qkv, qkv.w, qkv.block, qkv.bits, s.m, threads, rows);
+  layer.out.plan(s.attended, s.added, out.w, out.block, out.bits, s.m, threads, s.hidden);
+  layer.gate_up.plan(s.normed, s.gate_up, gate_up.w, gate_up.block, gate_up.bits, s.m, threads, inner, LANES);
+  layer.down.plan(s.inner, s.added, down.w, down.block, down.bits, s.m, threads, s.hidden);
   layer.decode = decode;
   layer.decode.window = window;
   layer.decode.pools = {keys->data, values->data, keys->dtype == XLA_FFI_DataType_BF16, keys->dims[0], keys->dims[1], keys->dims[2], d, d};
   return true;
 }
 
+constexpr int64_t FEW_ROWS = 4;  // up to here, whoever ends a product also does the norm that follows
+
 void add_phases(Stack& stack) {
-  const int64_t m = stack.step.m;
-  for (const Layer& layer : stack.layers) {
-    stack.add<&Layer::norm_attn>(&layer, m);
-    stack.add<&Layer::project>(&layer, layer.qkv.chunks);
+  const int64_t m = stack.step.m, count = stack.layers.size();
+  for (int64_t i = 0; i < count; i++) {
+    Layer& layer = stack.layers[i];
+    layer.next_norm = i + 1 < count ? &stack.layers[i + 1].attn_norm : &stack.last_norm;
+    layer.next_normed = i + 1 < count ? stack.step.normed : stack.out;
+    if (i == 0) stack.add<&Layer::norm_first>(&layer, m);
+    stack.add<&Layer::project, nullptr, &Layer::warm_qkv>(&layer, layer.qkv.chunks);
     stack.add<&Layer::attention>(&layer, layer.decode.units * layer.decode.spans);
     if (layer.decode.spans > 1) stack.add<&Layer::merge>(&layer, layer.decode.units);
-    stack.add<&Layer::project_out>(&layer, layer.out.chunks);
-    stack.add<&Layer::norm_mlp>(&layer, m);
-    stack.add<&Layer::swiglu>(&layer, layer.gate_up.chunks);
-    stack.add<&Layer::project_down>(&layer, layer.down.chunks);
+    if (m <= FEW_ROWS) {
+      stack.add<&Layer::project_out, &Layer::norm_mlp_all, &Layer::warm_out>(&layer, layer.out.chunks);
+      stack.add<&Layer::swiglu, nullptr, &Layer::warm_gate_up>(&layer, layer.gate_up.chunks);
+      stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::warm_down>(&layer, layer.down.chunks);
+    } else {
+      stack.add<&Layer::project_out>(&layer, layer.out.chunks);
+      stack.add<&Layer::norm_mlp>(&layer, m);
+      stack.add<&Layer::swiglu>(&layer, layer.gate_up.chunks);
+      stack.add<&Layer::project_down>(&layer, layer.down.chunks);
+      stack.add<&Layer::norm_next>(&layer, m);
+    }
   }
-  stack.add<&Stack::norm_last>(&stack, m);
 }
 
 }  // namespace
@@ -236,7 +263,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_d
   const int64_t m = x->dims[0], hidden = x->dims[1], d = pool->dims[3], kv_heads = pool->dims[2];
   if (m == 0) return nullptr;
   const int64_t threads = pool_threads(frame), width = (heads + 2 * kv_heads) * d;
-  auto stack = std::make_unique<Stack>(count);
+  auto stack = std::make_unique<Stack>(count, threads);
   static thread_local Scratch scratch;  // no helper touches it once the last phase is done, which this thread waits for
   float* at = scratch.get(m * (3 * hidden + width + heads * d + 3 * inner));
   auto take = [&](int64_t n) { return std::exchange(at, at + m * n); };

@@ -59,7 +59,7 @@ def decoder_layers_native(x, rows, layers, last_norm, keys, values, *, eps, scal
             pools.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     windows = {f"window_{i}": np.int64(layer.window) for i, layer in enumerate(layers) if layer.window}
     flags = {"biased": layers[0].qkv_bias is not None, "normed": layers[0].q_norm is not None, "heads": heads, "inner": inner}
-    call = jax.ffi.ffi_call(cpu_native.target_name("decoder"), [jax.ShapeDtypeStruct(x.shape, f32), *pools], input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(cpu_native.custom_call("decoder"), [jax.ShapeDtypeStruct(x.shape, f32), *pools], input_output_aliases=aliases)
     hidden, *pools = call(
         *operands, eps=np.float32(eps), scale=np.float32(scale), **windows, **{name: np.int64(v) for name, v in flags.items()}
     )

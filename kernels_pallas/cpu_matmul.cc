@@ -9,7 +9,7 @@ namespace {
 
 struct Matmul : Job {
   Product product;
-  Matmul() : Job(1) {}
+  explicit Matmul(int64_t threads) : Job(1, threads) {}
   void chunk(int64_t i) const { product.run(product.part(i, product.w.n)); }
 };
 
@@ -30,8 +30,8 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_m
   }
   if (x->dims[0] == 0 || weights.w.n == 0) return nullptr;
   const int64_t threads = pool_threads(frame);
-  auto* job = new Matmul;
-  job->product.plan(data<const float>(x), data<float>(y), weights.w, weights.block, x->dims[0], threads, weights.w.n);
+  auto* job = new Matmul(threads);
+  job->product.plan(data<const float>(x), data<float>(y), weights.w, weights.block, weights.bits, x->dims[0], threads, weights.w.n);
   job->add<&Matmul::chunk>(job, job->product.chunks);
   job->run(frame, threads);
   return nullptr;

@@ -30,15 +30,13 @@ def matmul_nt(
                      each run of 64 inputs is 32 bytes, its first 32 inputs the low nibbles, the other 32 the high ones
     Raises ValueError for operands that do not fit, RuntimeError where the custom call is not in use (see `in_use`).
     """
-    if not in_use():
-        raise RuntimeError(f"cpu_matmul is not in use: {status().reason}")
     names = {jnp.dtype(dtype): name for name, dtype in FORMATS.items()}
     found = names.get(jnp.dtype(weight.dtype))
     if found is None or format not in (None, found):
         raise ValueError(f"cpu_matmul: format {format!r} does not fit weights of {weight.dtype}; formats: {', '.join(FORMATS)}")
     operands = _companions(found, x.shape, weight.shape, scale, group)
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(cpu_native.target_name("matmul"), out, vmap_method="sequential")(x.astype(jnp.float32), weight, *operands)
+    return jax.ffi.ffi_call(cpu_native.custom_call("matmul"), out, vmap_method="sequential")(x.astype(jnp.float32), weight, *operands)
 
 
 def _companions(format: str, x_shape, w_shape, scale, group) -> list[jax.Array]:

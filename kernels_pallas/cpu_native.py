@@ -47,6 +47,13 @@ def target_name(name: str) -> str:
     return f"deepinfer_cpu_{name}"
 
 
+def custom_call(name: str) -> str:
+    """`target_name(name)`, ready to be called; RuntimeError where it is not in use."""
+    if not in_use(name):
+        raise RuntimeError(f"cpu_{name} is not in use: {status(name).reason}")
+    return target_name(name)
+
+
 def in_use(name: str) -> bool:
     """Whether programs traced now can call `cpu_<name>.cc`: their target is a CPU and the library is there (built if need be)."""
     return current_target().platform == "cpu" and status(name).native

@@ -9,7 +9,7 @@ struct PagedDecode : Job {
   Decode decode;
   const float* q;
   float* out;
-  PagedDecode() : Job(2) {}
+  explicit PagedDecode(int64_t threads) : Job(2, threads) {}
 
   void chunk(int64_t i) const {
     static thread_local Scratch scratch;
@@ -57,7 +57,8 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_p
   }
   const int64_t sequences = tables->dims[0];
   if (sequences == 0 || q->dims[0] == 0) return nullptr;
-  auto* job = new PagedDecode;
+  const int64_t threads = pool_threads(frame);
+  auto* job = new PagedDecode(threads);
   job->q = data<const float>(q), job->out = data<float>(out);
   Decode& d = job->decode;
   d.pools = {keys->data, values ? values->data : nullptr, half, keys->dims[0], keys->dims[1], keys->dims[2], keys->dims[3], out->dims[2]};
@@ -65,7 +66,6 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_p
   d.sinks = sinks->dims[0] ? data<const float>(sinks) : nullptr;
   d.sequences = sequences, d.pages = tables->dims[1], d.heads = q->dims[1], d.q_per_seq = q->dims[0] / sequences;
   d.window = attribute<int64_t>(frame, "window", 0), d.scale = attribute<float>(frame, "scale", 1.f);
-  const int64_t threads = pool_threads(frame);
   d.plan(threads);
   job->add<&PagedDecode::chunk>(job, d.units * d.spans);
   if (d.spans > 1) job->add<&PagedDecode::merge>(job, d.units);

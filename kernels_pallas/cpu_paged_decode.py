@@ -27,7 +27,7 @@ def paged_decode_native(q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_pe
     dv = v_dim if v_pool is None else v_pool.shape[3]
     sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:2], dv), jnp.float32)
-    call = jax.ffi.ffi_call(cpu_native.target_name("paged_decode"), out, vmap_method="sequential")
+    call = jax.ffi.ffi_call(cpu_native.custom_call("paged_decode"), out, vmap_method="sequential")
     operands = [q.astype(jnp.float32), block_tables.astype(jnp.int32), kv_lens.astype(jnp.int32), sinks, k_pool]
     operands += [] if v_pool is None else [v_pool]
     return call(*operands, scale=np.float32(scale), window=np.int64(sliding_window or 0)).astype(q.dtype)

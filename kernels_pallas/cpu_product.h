@@ -27,7 +27,7 @@ constexpr int LANES = 8, MAX_TILE = 2;
 #else
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
-constexpr int AHEAD = 8;           // how many weight rows ahead memory is asked for
+constexpr int64_t AHEAD = 8 << 10;  // how many bytes of weights ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale
@@ -249,18 +249,19 @@ struct Scratch {
   ~Scratch() { std::free(data); }
 };
 
-// Weight rows are short streams: the hardware prefetcher starts anew on each, so ask for those to come next.
+// Weight rows are short streams: the hardware prefetcher starts anew on each, so ask for those to come next: the bytes of rows
+// n0..n1, `ahead` bytes on.
 template <typename W>
-INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1) {
-  const int64_t row_bytes = w.k * W::bits / 8;
+INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1, int64_t ahead) {
+  const int64_t row_bytes = w.k * W::bits / 8, end = std::min(n1 * row_bytes + ahead, w.n * row_bytes);
   const char* p = static_cast<const char*>(w.data);
-  for (int64_t i = n0 * row_bytes; i < std::min(n1, w.n) * row_bytes; i += 64) __builtin_prefetch(p + i);
+  for (int64_t i = n0 * row_bytes + ahead; i < end; i += 64) __builtin_prefetch(p + i);
 }
 
 // Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
 INLINE void run_rows(const Weights& w, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* out, int64_t ldo) {
-  prefetch_rows<W>(w, n0 + AHEAD, n1 + AHEAD);
+  prefetch_rows<W>(w, n0, n1, AHEAD);
   out -= n0;  // tiles index the result by weight row
   if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, w, n0, out, ldo);
   for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, w, n, out, ldo);
@@ -291,14 +292,14 @@ struct Product {
   const float* x;
   float* y;
   Weights w;
-  int64_t m, panel, rows_per_chunk, n_chunks, chunks;
+  int64_t m, panel, rows_per_chunk, n_chunks, chunks, bits;
   void (*block)(const Weights&, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1);
 
   // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them);
   // all but the last chunk have a multiple of `unit` of them.
   template <typename Run>
-  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
-    x = x_, y = y_, w = w_, m = m_, block = run;
+  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
+    x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
     const int64_t panels = (m + panel - 1) / panel;
     const int64_t per_thread = std::max<int64_t>(1, 8 / std::max<int64_t>(1, panels));
@@ -314,6 +315,11 @@ struct Product {
   Part part(int64_t chunk, int64_t columns) const {
     const int64_t m0 = chunk / n_chunks * panel, n0 = chunk % n_chunks * rows_per_chunk;
     return {m0, std::min(m0 + panel, m), n0, std::min(n0 + rows_per_chunk, columns)};
+  }
+  // Asks for the bytes that a chunk's prefetching does not reach.
+  void warm(int64_t chunk) const {
+    const char* p = static_cast<const char*>(w.data) + chunk % n_chunks * rows_per_chunk * w.k * bits / 8;
+    for (int64_t i = 0; i < AHEAD; i += 64) __builtin_prefetch(p + i);
   }
   void run(const Part& p, int64_t offset = 0) const {
     block(w, p.m1 - p.m0, x + p.m0 * w.k, y + p.m0 * w.n, offset + p.n0, offset + p.n1);

@@ -9,7 +9,13 @@ namespace deepinfer {
 struct StoredWeights {
   Weights w;
   int64_t parts = 0;  // how many operands they take
+  int64_t bits = 0;
   decltype(Product::block) block = nullptr;
+
+  template <typename W> bool use() {
+    block = run_block<W>, bits = W::bits;
+    return true;
+  }
 
   // Operands from `first` on, for products with k inputs; false if they are no weights of that width.
   bool read(const XLA_FFI_CallFrame* frame, int64_t first, int64_t k) {
@@ -21,10 +27,10 @@ struct StoredWeights {
     w = {kernel->data, packed ? argument(frame, first + 1)->data : nullptr,
          scaled ? data<const float>(argument(frame, first + 1 + packed)) : nullptr, kernel->dims[0], k, k};
     switch (kernel->dtype) {
-      case XLA_FFI_DataType_F32: block = run_block<Float32>; return true;
-      case XLA_FFI_DataType_BF16: block = run_block<BFloat16>; return true;
-      case XLA_FFI_DataType_S8: block = run_block<Int8>; return true;
-      case XLA_FFI_DataType_U8: block = run_block<Int4>; return true;
+      case XLA_FFI_DataType_F32: return use<Float32>();
+      case XLA_FFI_DataType_BF16: return use<BFloat16>();
+      case XLA_FFI_DataType_S8: return use<Int8>();
+      case XLA_FFI_DataType_U8: return use<Int4>();
       default: return false;
     }
   }
