@@ -132,9 +132,8 @@ class Request:
         """Entries for prompt positions first_position.. from consecutive result rows."""
         assert self.params.prompt_logprobs is not None
         assert self.prompt_logprobs is not None
-        if len(self.prompt_logprobs) != first_position:
-            return  # a recomputed chunk of a preempted request: these positions are known
-        for row in range(first_row, first_row + count):
+        known = len(self.prompt_logprobs) - first_position  # positions a preempted prompt's first life has answered already
+        for row in range(first_row + max(known, 0), first_row + count):
             token = int(rows.tokens[row])
             self.prompt_logprobs.append(logprob_entry(rows, row, token, self.params.prompt_logprobs, tokenizer))
 

@@ -98,6 +98,18 @@ def test_preemption_with_recompute_changes_no_token(prefix):
         assert llm.stats()["preemptions"] > 0
 
 
+def test_prompt_logprobs_of_a_recomputed_prompt_are_whole():
+    # recomputation cuts the prompt at other places than the first life did
+    params = GREEDY.replace(prompt_logprobs=0)
+    with small_llm(block_size=4, num_blocks=30, chunked_prefill=True, max_num_batched_tokens=40, max_model_len=110) as llm:
+        outputs = llm.generate(prompt_token_ids=LLAMA.prompts * 2, sampling_params=params, use_tqdm=False)
+        assert llm.stats()["preemptions"] > 0
+    for i, out in enumerate(outputs):
+        prompt, reference = LLAMA.prompts[i % 4], LLAMA.log_softmax(i % 4)
+        got = [entry[t].logprob for entry, t in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)]
+        np.testing.assert_allclose(got, reference[np.arange(len(prompt) - 1), prompt[1:]], atol=2e-4)
+
+
 def test_prefix_cache_hits_change_no_token_and_are_reported():
     with small_llm(block_size=4, enable_prefix_caching=True) as llm:
         assert tokens(llm, LLAMA.prompts) == LLAMA.greedy
