@@ -3,7 +3,8 @@
 A cut through all engines at once: each stands between two steps while the others are looked at. A request that both sides hold
 (delivered, not acknowledged) counts once, as its completion engine has it; one that is being prefilled is taken with the KV that
 its prompt engine has; one that waits in the router has none. Restored into another deployment, requests that decode go to
-completion engines with their KV; the others are prefilled again from the start, which gives the same tokens.
+completion engines with their KV, as long as there is room; the others are prefilled again from the start, which gives the same
+tokens.
 """
 
 from __future__ import annotations
@@ -198,9 +199,14 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
 
 def _check(record: dict[str, Any]) -> None:
     for c in record["completions"]:
-        again = c["place"] is not None and not c["place"]["decoding"] and c["state"]["reported"]
-        if again and record["params"]["output_kind"] == RequestOutputKind.DELTA.name:
-            raise ValueError(f"request {record['request_id']!r} has streamed tokens and has no KV: a PROMPT engine would send them again")
+        if c["place"] is not None and not c["place"]["decoding"]:
+            _refuse_streamed(record, c, "it has no KV")
+
+
+def _refuse_streamed(record: dict[str, Any], completion: dict[str, Any], why: str) -> None:
+    """ValueError for a completion that would have to be prefilled again although its caller was given tokens one by one."""
+    if completion["state"]["reported"] and record["params"]["output_kind"] == RequestOutputKind.DELTA.name:
+        raise ValueError(f"request {record['request_id']!r} has streamed tokens and {why}: a PROMPT engine would send them again")
 
 
 def _adopt(pd: DisaggregatedEngine, record: dict[str, Any], moved: dict[str, list[dict[str, Any]]]) -> None:
@@ -222,7 +228,12 @@ def _adopt(pd: DisaggregatedEngine, record: dict[str, Any], moved: dict[str, lis
         if not values["place"]["decoding"]:
             pd.router.add(part.id, part.prompt_token_ids, max_tokens)
             continue
-        attempt, name = pd.router.resume(part.id, part.prompt_token_ids, max_tokens)
+        resumed = pd.router.resume(part.id, part.prompt_token_ids, max_tokens)
+        if resumed is None:
+            _refuse_streamed(record, values, "no completion engine has room for it")
+            pd.router.add(part.id, part.prompt_token_ids, max_tokens)
+            continue
+        attempt, name = resumed
         part.answering = f"{attempt}/0"
         renamed = {"request_id": part.answering, "prompt": None, "params": values["state"]["params"]}
         moved.setdefault(name, []).append(renamed | {"completions": [values | {"index": 0}]})

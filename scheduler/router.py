@@ -278,16 +278,16 @@ class Router:
             return job.completion_engine
         return self._charge(job, exclude)
 
-    def resume(self, request_id: str, prompt_token_ids: Seq[int] | np.ndarray, max_tokens: int) -> tuple[str, str]:
-        """Takes over a request that decodes already (restored from a snapshot): (attempt id, completion engine). It is not
-        retried. Raises ValueError like add(), and when no completion engine has room."""
+    def resume(self, request_id: str, prompt_token_ids: Seq[int] | np.ndarray, max_tokens: int) -> tuple[str, str] | None:
+        """Takes over a request that decodes already (restored from a snapshot): (attempt id, completion engine), or None and
+        nothing taken when no completion engine has room. It is not retried. Raises ValueError like add()."""
         self.add(request_id, prompt_token_ids, max_tokens)
         job = self.queue.pop()
         job.attempt, job.retryable = 1, False
         name = self._charge(job, ())
         if name is None:
             del self.jobs[request_id]
-            raise ValueError(f"request {request_id!r}: no completion engine has room for it")
+            return None
         return job.attempt_id, name
 
     def _charge(self, job: Job, exclude: Iterable[str]) -> str | None:
