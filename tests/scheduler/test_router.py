@@ -226,3 +226,12 @@ def test_random_events_lose_and_double_nothing(seed):
         end(request_id, "cancelled")
     assert len(results) == 600 and {"ok", "failed", "cancelled"} <= set(results.values())
     r.check_integrity()
+
+
+def test_a_restored_request_without_room_leaves_nothing_behind():
+    r = make(p=1, c=1, capacity=Capacity(1, 1000))
+    attempt, engine = r.resume("a", prompt(10), 5)
+    assert engine == "C0" and attempt
+    assert r.resume("b", prompt(10), 5) is None
+    r.check_integrity()
+    r.add("b", prompt(10), 5)  # its id is free: it may be prefilled again
