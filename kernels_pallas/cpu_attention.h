@@ -32,12 +32,6 @@ INLINE F exponential(F x) {
   return small < -87.f ? F{} : value;
 }
 
-INLINE float sum(F v) {
-  float total;
-  sum_lanes<1>(&v, &total);
-  return total;
-}
-
 INLINE uint16_t to_bfloat16(float value) {  // to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -88,6 +88,12 @@ template <int R> INLINE void sum_lanes(const F* v, float* out) {
   }
 }
 
+INLINE float sum(F v) {
+  float total;
+  sum_lanes<1>(&v, &total);
+  return total;
+}
+
 // ---- weight formats: row(n) prepares a row, at(k) gives LANES float32 weights from k on, one(k) a single one ----------
 
 struct Weights {
@@ -172,35 +178,12 @@ INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t 
   W rows[R];
   UNROLL for (int r = 0; r < R; r++) rows[r] = W(w, n + r);
   int64_t k = 0;
-  if constexpr (std::is_same_v<W, Int4> && M <= 2) {  // few rows: scale a group's sum rather than its weights
-    constexpr int V = GROUP / LANES;
-    for (; k < K; k += 2 * GROUP) {
-      F xv[M][2 * V];
-      UNROLL for (int m = 0; m < M; m++)
-        UNROLL for (int i = 0; i < 2 * V; i++) xv[m][i] = load<F>(x + m * K + k + i * LANES);
-      UNROLL for (int r = 0; r < R; r++) {
-        F low[M] = {}, high[M] = {};
-        UNROLL for (int i = 0; i < V; i++) {
-          const I bytes = rows[r].bytes(k + i * LANES);
-          UNROLL for (int m = 0; m < M; m++) {
-            low[m] += Int4::low(bytes) * xv[m][i];
-            high[m] += Int4::high(bytes) * xv[m][V + i];
-          }
-        }
-        UNROLL for (int m = 0; m < M; m++) {
-          acc[m][r] += low[m] * rows[r].factor(k);
-          acc[m][r] += high[m] * rows[r].factor(k + GROUP);
-        }
-      }
-    }
-  } else {
-    for (; k + LANES <= K; k += LANES) {
-      F wv[R];
-      UNROLL for (int r = 0; r < R; r++) wv[r] = rows[r].at(k);
-      UNROLL for (int m = 0; m < M; m++) {
-        F xv = load<F>(x + m * K + k);
-        UNROLL for (int r = 0; r < R; r++) acc[m][r] += wv[r] * xv;
-      }
+  for (; k + LANES <= K; k += LANES) {
+    F wv[R];
+    UNROLL for (int r = 0; r < R; r++) wv[r] = rows[r].at(k);
+    UNROLL for (int m = 0; m < M; m++) {
+      F xv = load<F>(x + m * K + k);
+      UNROLL for (int r = 0; r < R; r++) acc[m][r] += wv[r] * xv;
     }
   }
   UNROLL for (int m = 0; m < M; m++) {

@@ -2,9 +2,18 @@
 #pragma once
 
 #include "cpu_ffi.h"
+#include "cpu_int4.h"
 #include "cpu_product.h"
 
 namespace deepinfer {
+
+inline void run_int4(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1) {
+#if defined(DEEPINFER_INT4_FEW_ROWS)
+  if (rows == 1) return int4_rows<1>(w, x, y, n0, n1);
+  if (rows == 2) return int4_rows<2>(w, x, y, n0, n1);
+#endif
+  run_block<Int4>(w, rows, x, y, n0, n1);
+}
 
 struct StoredWeights {
   Weights w;
@@ -12,8 +21,8 @@ struct StoredWeights {
   int64_t bits = 0;
   decltype(Product::block) block = nullptr;
 
-  template <typename W> bool use() {
-    block = run_block<W>, bits = W::bits;
+  template <typename W> bool use(decltype(block) run = run_block<W>) {
+    block = run, bits = W::bits;
     return true;
   }
 
@@ -30,7 +39,7 @@ struct StoredWeights {
       case XLA_FFI_DataType_F32: return use<Float32>();
       case XLA_FFI_DataType_BF16: return use<BFloat16>();
       case XLA_FFI_DataType_S8: return use<Int8>();
-      case XLA_FFI_DataType_U8: return use<Int4>();
+      case XLA_FFI_DataType_U8: return use<Int4>(run_int4);
       default: return false;
     }
   }
