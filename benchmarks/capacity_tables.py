@@ -26,10 +26,10 @@ CONFIGS, DOCS = ROOT / "examples" / "configs", ROOT / "docs"
 EP8 = {"quantization": "fp8", "data_parallel_size": 8, "expert_parallel_size": 8}
 EP64 = {"quantization": "fp8", "data_parallel_size": 64, "expert_parallel_size": 64}
 CASES = [
-    ("llama-3.1-8b", {}, ("NORMAL", "PROMPT", "COMPLETION")),
-    ("qwen3-30b-a3b", {}, ("NORMAL", "PROMPT", "COMPLETION")),
-    ("deepseek-v3", {"quantization": "fp8"}, ("NORMAL",)),
-    ("deepseek-v3", EP8, ("NORMAL", "PROMPT", "COMPLETION")),
+    ("llama-3.1-8b", {}, ("COMPLETION", "PROMPT", "NORMAL")),
+    ("qwen3-30b-a3b", {}, ("COMPLETION", "PROMPT", "NORMAL")),
+    ("deepseek-v3", {"quantization": "fp8"}, ("PROMPT",)),
+    ("deepseek-v3", EP8, ("COMPLETION", "PROMPT", "NORMAL")),
     ("deepseek-v3", EP64, ("COMPLETION",)),
 ]
 
@@ -74,13 +74,17 @@ def cells(name: str, plan: dict) -> list[str]:
 def plan_missing(plans: dict[str, dict], gpus: list[str], estimate: bool, file: Path) -> None:
     for model, layout, roles in CASES:
         for gpu in gpus:
+            prompt = None
             for role in roles:
                 key = f"{model} {gpu} {role} ep{layout.get('expert_parallel_size', 1)}"
                 if key in plans and not (plans[key].get("estimated") and not estimate):
                     continue
                 start = time.time()
                 try:
-                    plans[key] = make_plan(args_for(model, layout, role), gpu, compile_programs=not estimate).as_dict() | {"model": model}
+                    shared = prompt if role == "NORMAL" else None
+                    plan = make_plan(args_for(model, layout, role), gpu, compile_programs=not estimate, compiled=shared)
+                    prompt = plan if role == "PROMPT" else prompt
+                    plans[key] = plan.as_dict() | {"model": model}
                 except NotEnoughMemory as error:
                     plans[key] = {"refused": str(error), "gpu": gpu, "model": model}
                 file.write_text(json.dumps(plans, indent=1) + "\n")

@@ -76,11 +76,14 @@ class Plan:
         }
 
 
-def make_plan(args: EngineArgs, gpu: str, *, context: float = 2048.0, compile_programs: bool | None = None) -> Plan:
+def make_plan(
+    args: EngineArgs, gpu: str, *, context: float = 2048.0, compile_programs: bool | None = None, compiled: Plan | None = None
+) -> Plan:
     """Plans one role. args: as for an engine; the model folder needs config.json only.
 
     gpu: a name of `gpus.GPUS`, or "cpu" for this machine's devices (then args.device_memory_bytes says how big one is).
-    context: keys per row assumed for the floors. compile_programs: None compiles if the plugin is there; False estimates.
+    context: keys per row assumed for the floors. compiled: a plan of another role that differs in nothing else and profiles the
+    same program (NORMAL and PROMPT do): what the compiler said then is taken over. compile_programs: None compiles if the plugin is there; False estimates.
     Raises ValueError for an unknown GPU, a missing plugin (with True), and a model that does not fit, naming what would.
     """
     source = ModelSource.find(args)
@@ -90,19 +93,27 @@ def make_plan(args: EngineArgs, gpu: str, *, context: float = 2048.0, compile_pr
     caches = source.model_class.cache_specs(source.config, config.axes, config.kv_dtype)
     costs = model_costs(config, source.config, params, specs, caches)
     compiles = target is None or (plugin_problem() is None if compile_programs is None else compile_programs)
+    if compiled is not None and compiled.config.policy.profiles_prefill_shape != config.policy.profiles_prefill_shape:
+        raise ValueError(f"{config.role.name} and {compiled.config.role.name} engines profile different programs")
     memory_bytes = args.device_memory_bytes or (target.memory_bytes if target else None)
     if target is not None:
         require_weights_fit(args, target, costs, memory_bytes)
-    with plan_mesh(config.axes, target, compiles) as mesh:
+    with plan_mesh(config.axes, target, compiles and compiled is None) as mesh:
         programs = StepPrograms(config, source.config, graphdef, params, specs, caches, mesh)
-        temp = None if compiles else estimated_temp_bytes(config, source.config, costs)
+        if compiled is not None:
+            temp = compiled.memory.temp_bytes
+        else:
+            temp = None if compiles else estimated_temp_bytes(config, source.config, costs)
         try:
             memory = profile_memory(programs, memory_bytes, temp)
         except NotEnoughMemory as error:
             raise NotEnoughMemory(f"{error}. {advice(args, target)}" if target else str(error)) from None
-        moved = collectives(programs.last_profiled.as_text()) if compiles else {}
+        moved = {} if programs.last_profiled is None else collectives(programs.last_profiled.as_text())
+    moved = moved if compiled is None else compiled.collectives
     floors = bucket_floors(config, costs, target or find_gpu("h200"), context)
-    return Plan(gpu, config.axes.dp * config.axes.tp, args, config, memory, not compiles, moved, floors, costs)
+    return Plan(
+        gpu, config.axes.dp * config.axes.tp, args, config, memory, compiled.estimated if compiled else not compiles, moved, floors, costs
+    )
 
 
 # ---- devices that are not there --------------------------------------------------------------------------------------
