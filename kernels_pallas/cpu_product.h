@@ -27,7 +27,7 @@ constexpr int LANES = 8, MAX_TILE = 2;
 #else
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
-constexpr int64_t AHEAD = 8 << 10;  // how many bytes of weights ahead memory is asked for
+constexpr int64_t AHEAD = 16 << 10;  // how many bytes of weights ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale

@@ -83,7 +83,8 @@ def make_plan(
 
     gpu: a name of `gpus.GPUS`, or "cpu" for this machine's devices (then args.device_memory_bytes says how big one is).
     context: keys per row assumed for the floors. compiled: a plan of another role that differs in nothing else and profiles the
-    same program (NORMAL and PROMPT do): what the compiler said then is taken over. compile_programs: None compiles if the plugin is there; False estimates.
+    same program (NORMAL and PROMPT do): what the compiler said then is taken over. compile_programs: None compiles if the plugin is there;
+    False estimates.
     Raises ValueError for an unknown GPU, a missing plugin (with True), and a model that does not fit, naming what would.
     """
     source = ModelSource.find(args)
