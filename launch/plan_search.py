@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_jax.config import EngineArgs
-from deepinfer_jax.launch.floor import ModelCosts, step_floor
+from deepinfer_jax.launch.floor import ModelCosts, StepFloor, step_floor
 from deepinfer_jax.launch.gpus import Gpu, find_gpu
 from deepinfer_jax.launch.plan import Plan, make_plan
 from deepinfer_jax.memory import NotEnoughMemory
@@ -53,14 +53,18 @@ class FloorCosts:
     def kv_bytes_per_token(self) -> float:
         return self.model.kv_bytes_per_token
 
-    def prefill_seconds(self, tokens: int, mean_context: float) -> float:
+    def prefill_floor(self, tokens: int, mean_context: float) -> StepFloor:
         sequences = max(1, round(tokens / max(2 * mean_context, 1)))
-        floor = step_floor(self.model, self.gpu, tokens=tokens, context=mean_context, sequences=sequences, decode=False)
-        return floor.seconds / self.efficiency
+        return step_floor(self.model, self.gpu, tokens=tokens, context=mean_context, sequences=sequences, decode=False)
+
+    def decode_floor(self, rows: int, mean_context: float) -> StepFloor:
+        return step_floor(self.model, self.gpu, tokens=rows, context=mean_context, sequences=rows, decode=True)
+
+    def prefill_seconds(self, tokens: int, mean_context: float) -> float:
+        return self.prefill_floor(tokens, mean_context).seconds / self.efficiency
 
     def decode_seconds(self, rows: int, mean_context: float) -> float:
-        floor = step_floor(self.model, self.gpu, tokens=rows, context=mean_context, sequences=rows, decode=True)
-        return floor.seconds / self.efficiency
+        return self.decode_floor(rows, mean_context).seconds / self.efficiency
 
 
 @dataclass(frozen=True)
