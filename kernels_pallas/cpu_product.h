@@ -27,7 +27,7 @@ constexpr int LANES = 8, MAX_TILE = 2;
 #else
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
-constexpr int64_t AHEAD = 16 << 10;  // how many bytes of weights ahead memory is asked for
+constexpr int64_t AHEAD = 4 << 10;  // how many bytes of weights ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale
@@ -285,7 +285,7 @@ struct Product {
     x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
     const int64_t panels = (m + panel - 1) / panel;
-    const int64_t per_thread = std::max<int64_t>(1, 8 / std::max<int64_t>(1, panels));
+    const int64_t per_thread = std::max<int64_t>(1, (m <= 2 ? 4 : 8) / std::max<int64_t>(1, panels));
     int64_t rows = (columns + threads * per_thread - 1) / (threads * per_thread);
     if (m < MAX_TILE) rows = std::max<int64_t>(rows, (16 << 10) / std::max<int64_t>(1, w.k));
     rows_per_chunk = (rows + unit - 1) / unit * unit;
