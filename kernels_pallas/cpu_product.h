@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -29,6 +30,8 @@ constexpr int LANES = 4, MAX_TILE = 4;
 #endif
 constexpr int64_t AHEAD = 4 << 10;  // how many bytes of weights ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
+constexpr int WIDE_ROWS = 12;      // and per tile of cpu_wide.h,
+constexpr int64_t WIDE_FROM = LANES == 16 ? 12 : INT64_MAX;  // which takes products with at least so many rows of x
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int GROUP = 32;          // weights per int4 scale
 constexpr int64_t CACHE_BYTES = 512 << 10;  // what a panel of x may take of the second-level cache
@@ -276,18 +279,22 @@ struct Product {
   float* y;
   Weights w;
   int64_t m, panel, rows_per_chunk, n_chunks, chunks, bits;
-  void (*block)(const Weights&, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1);
+  int64_t id;  // of x among all products of this process
+  void (*block)(const Weights&, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1, int64_t id);
 
   // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them);
   // all but the last chunk have a multiple of `unit` of them.
   template <typename Run>
   void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
     x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_;
+    static std::atomic<int64_t> ids{0};
+    id = ids.fetch_add(1, std::memory_order_relaxed) + 1;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
     const int64_t panels = (m + panel - 1) / panel;
     const int64_t per_thread = std::max<int64_t>(1, (m <= 2 ? 4 : 8) / std::max<int64_t>(1, panels));
     int64_t rows = (columns + threads * per_thread - 1) / (threads * per_thread);
     if (m < MAX_TILE) rows = std::max<int64_t>(rows, (16 << 10) / std::max<int64_t>(1, w.k));
+    if (m >= WIDE_FROM) unit = unit / ROWS * WIDE_ROWS;
     rows_per_chunk = (rows + unit - 1) / unit * unit;
     n_chunks = (columns + rows_per_chunk - 1) / rows_per_chunk;
     chunks = panels * n_chunks;
@@ -305,7 +312,7 @@ struct Product {
     for (int64_t i = 0; i < AHEAD; i += 64) __builtin_prefetch(p + i);
   }
   void run(const Part& p, int64_t offset = 0) const {
-    block(w, p.m1 - p.m0, x + p.m0 * w.k, y + p.m0 * w.n, offset + p.n0, offset + p.n1);
+    block(w, p.m1 - p.m0, x + p.m0 * w.k, y + p.m0 * w.n, offset + p.n0, offset + p.n1, id);
   }
 };
 

@@ -4,15 +4,20 @@
 #include "cpu_ffi.h"
 #include "cpu_int4.h"
 #include "cpu_product.h"
+#include "cpu_wide.h"
 
 namespace deepinfer {
 
-inline void run_int4(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1) {
+// A chunk by the way that suits its format and number of rows.
+template <typename W> void run(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1, int64_t id) {
+  if (rows >= WIDE_FROM) return run_wide<W>(w, rows, x, y, n0, n1, id);
 #if defined(DEEPINFER_INT4_FEW_ROWS)
-  if (rows == 1) return int4_rows<1>(w, x, y, n0, n1);
-  if (rows == 2) return int4_rows<2>(w, x, y, n0, n1);
+  if constexpr (std::is_same_v<W, Int4>) {
+    if (rows == 1) return int4_rows<1>(w, x, y, n0, n1);
+    if (rows == 2) return int4_rows<2>(w, x, y, n0, n1);
+  }
 #endif
-  run_block<Int4>(w, rows, x, y, n0, n1);
+  run_block<W>(w, rows, x, y, n0, n1);
 }
 
 struct StoredWeights {
@@ -21,8 +26,8 @@ struct StoredWeights {
   int64_t bits = 0;
   decltype(Product::block) block = nullptr;
 
-  template <typename W> bool use(decltype(block) run = run_block<W>) {
-    block = run, bits = W::bits;
+  template <typename W> bool use() {
+    block = run<W>, bits = W::bits;
     return true;
   }
 
@@ -39,7 +44,7 @@ struct StoredWeights {
       case XLA_FFI_DataType_F32: return use<Float32>();
       case XLA_FFI_DataType_BF16: return use<BFloat16>();
       case XLA_FFI_DataType_S8: return use<Int8>();
-      case XLA_FFI_DataType_U8: return use<Int4>(run_int4);
+      case XLA_FFI_DataType_U8: return use<Int4>();
       default: return false;
     }
   }
