@@ -139,9 +139,10 @@ void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t 
           for (int64_t c = 0; c < pools.d; c += 64 / sizeof(T)) __builtin_prefetch(next + i * w.stride + c);
       }
       float* to = scores + (key - k0);
+      const char* ahead = static_cast<const char*>(w.data);
       int64_t i = 0;
-      for (; i + ROWS <= n; i += ROWS) rows_of_x<W, ROWS>(rows.count, rows.q, w, i, to, KEYS);
-      for (; i < n; i++) rows_of_x<W, 1>(rows.count, rows.q, w, i, to, KEYS);
+      for (; i + ROWS <= n; i += ROWS) rows_of_x<W, ROWS>(rows.count, rows.q, w, i, to, KEYS, ahead);
+      for (; i < n; i++) rows_of_x<W, 1>(rows.count, rows.q, w, i, to, KEYS, ahead);
       key += n;
     }
     for (int64_t r = 0; r < rows.count; r++) {

@@ -11,7 +11,7 @@ from .decoder_layers import LayerWeights, Result
 
 _WIDTH = 16
 _MAX_GROUP = 16  # query heads per key/value head
-_MAX_ROWS = {"f32": 64, "bf16": 8, "int8": 64, "int4": 64}
+_MAX_ROWS = {"f32": 64, "bf16": 32, "int8": 64, "int4": 64}
 """From more rows on separate ops are faster: products on XLA, or no longer bound by what surrounds them."""
 
 

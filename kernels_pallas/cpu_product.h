@@ -173,15 +173,20 @@ struct Int4 {
 
 // ---- tiles ------------------------------------------------------------------------------------------------------------
 
-// y[m, n] for M rows of x and R weight rows from n on.
+// y[m, n] for M rows of x and R weight rows from n on. Meanwhile asks memory for as many bytes from `ahead` on.
 template <typename W, int M, int R>
-INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t ldy) {
+INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t ldy, const char* ahead) {
   const int64_t K = w.k;
   F acc[M][R] = {};
   W rows[R];
   UNROLL for (int r = 0; r < R; r++) rows[r] = W(w, n + r);
   int64_t k = 0;
   for (; k + LANES <= K; k += LANES) {
+    if constexpr (M > 2) {
+      constexpr int bytes = R * LANES * W::bits / 8;
+      UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
+      ahead += bytes;
+    }
     F wv[R];
     UNROLL for (int r = 0; r < R; r++) wv[r] = rows[r].at(k);
     UNROLL for (int m = 0; m < M; m++) {
@@ -201,16 +206,16 @@ INLINE void tile(const float* x, const Weights& w, int64_t n, float* y, int64_t 
 
 // All rows of x, in tiles of as equal a size as they allow.
 template <typename W, int R>
-INLINE void rows_of_x(int64_t m_count, const float* x, const Weights& w, int64_t n, float* y, int64_t ldy) {
+INLINE void rows_of_x(int64_t m_count, const float* x, const Weights& w, int64_t n, float* y, int64_t ldy, const char* ahead) {
   for (int64_t tiles = (m_count + MAX_TILE - 1) / MAX_TILE; tiles; tiles--) {
     const int64_t rows = (m_count + tiles - 1) / tiles;
     switch (rows) {
-      case 1: tile<W, 1, R>(x, w, n, y, ldy); break;
-      case 2: tile<W, 2, R>(x, w, n, y, ldy); break;
-      case 3: if constexpr (MAX_TILE >= 3) tile<W, 3, R>(x, w, n, y, ldy); break;
-      case 4: if constexpr (MAX_TILE >= 4) tile<W, 4, R>(x, w, n, y, ldy); break;
-      case 5: if constexpr (MAX_TILE >= 5) tile<W, 5, R>(x, w, n, y, ldy); break;
-      case 6: if constexpr (MAX_TILE >= 6) tile<W, 6, R>(x, w, n, y, ldy); break;
+      case 1: tile<W, 1, R>(x, w, n, y, ldy, ahead); break;
+      case 2: tile<W, 2, R>(x, w, n, y, ldy, ahead); break;
+      case 3: if constexpr (MAX_TILE >= 3) tile<W, 3, R>(x, w, n, y, ldy, ahead); break;
+      case 4: if constexpr (MAX_TILE >= 4) tile<W, 4, R>(x, w, n, y, ldy, ahead); break;
+      case 5: if constexpr (MAX_TILE >= 5) tile<W, 5, R>(x, w, n, y, ldy, ahead); break;
+      case 6: if constexpr (MAX_TILE >= 6) tile<W, 6, R>(x, w, n, y, ldy, ahead); break;
     }
     m_count -= rows;
     x += rows * w.k;
@@ -247,10 +252,12 @@ INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1, int64_t ahea
 // Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
 INLINE void run_rows(const Weights& w, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* out, int64_t ldo) {
-  prefetch_rows<W>(w, n0, n1, AHEAD);
+  if (m_count <= 2) prefetch_rows<W>(w, n0, n1, AHEAD);
   out -= n0;  // tiles index the result by weight row
-  if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, w, n0, out, ldo);
-  for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, w, n, out, ldo);
+  const int64_t bytes = w.k * W::bits / 8, next = n0 + 2 * ROWS <= w.n ? n0 + ROWS : n0;
+  const char* ahead = static_cast<const char*>(w.data) + next * bytes;
+  if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, w, n0, out, ldo, ahead);
+  for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, w, n, out, ldo, ahead);
 }
 
 // y[rows, n0..n1], y and x starting at their row 0.

@@ -40,13 +40,15 @@ inline void transpose_rows(const float* x, int64_t rows, int64_t k, float* to, i
   }
 }
 
+// While it computes, a tile asks memory for the bytes from `ahead` on, `step` per input: in one burst they would be waited for.
 // sums [R][V * LANES] of R weight rows p, p + stride, ... times V vectors of rows of x, xt [k][ldx].
-template <int R, int V> INLINE void wide_tile(const float* p, int64_t stride, const float* xt, int64_t ldx, int64_t k, float* sums) {
+template <int R, int V> INLINE void wide_tile(const float* p, int64_t stride, const float* xt, int64_t ldx, int64_t k, float* sums, const char* ahead, int64_t step) {
   F acc[R][V] = {};
   const float *base[(R + 3) / 4];
   UNROLL for (int b = 0; b < (R + 3) / 4; b++) base[b] = p + 4 * b * stride;
   const int64_t three = 3 * stride;
   for (int64_t i = 0; i < k; i++, xt += ldx) {
+    __builtin_prefetch(ahead + i * step);
     F x[V];
     UNROLL for (int v = 0; v < V; v++) x[v] = load<F>(xt + v * LANES);
 #pragma GCC unroll 12
@@ -64,7 +66,9 @@ template <int R, int V> INLINE void wide_tile(const float* p, int64_t stride, co
 template <typename W, int R, int V>
 INLINE void wide_rows(const Weights& w, const float* p, int64_t stride, int64_t n, const float* xt, int64_t ldx, int64_t rows, float* y) {
   alignas(64) float sums[R * V * LANES];
-  wide_tile<R, V>(p, stride, xt, ldx, w.k, sums);
+  const int64_t block = R * w.k * W::bits / 8;
+  const bool more = (n + 2 * R) <= w.n;
+  wide_tile<R, V>(p, stride, xt, ldx, w.k, sums, static_cast<const char*>(w.data) + (n * w.k * W::bits / 8) + (more ? block : 0), R * W::bits / 8);
   for (int64_t m = 0; m < rows; m++)
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) y[m * w.n + n + r] = W::scaled_rows ? sums[r * V * LANES + m] * w.scale[n + r] : sums[r * V * LANES + m];
@@ -106,7 +110,6 @@ void run_wide(const Weights& w, int64_t rows, const float* x, float* y, int64_t 
   }
   int64_t n = n0;
   for (; n + WIDE_ROWS <= n1; n += WIDE_ROWS) {
-    prefetch_rows<W>(w, n, n + WIDE_ROWS, AHEAD);
     wide_block<W, WIDE_ROWS>(w, rows, xt, padded, y, n, buffer);
   }
   for (; n + ROWS <= n1; n += ROWS) wide_block<W, ROWS>(w, rows, xt, padded, y, n, buffer);
