@@ -65,7 +65,8 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         self.policy = self.config.policy
         self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
         with compile_watch().expected():
-            self.runner = ModelRunner(self.config, weights or source.load(self.config, self.mesh), self.mesh)
+            agree = (dp_group or LocalDPGroup(1)).agree_min
+            self.runner = ModelRunner(self.config, weights or source.load(self.config, self.mesh), self.mesh, agree)
             if self.policy.splits_prefill_decode:
                 self.init_pd_split()
             self.init_kv()

@@ -76,7 +76,10 @@ class InFlight:
 class ModelRunner:
     """One role's device side."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, mesh: jax.sharding.Mesh, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, mesh: jax.sharding.Mesh, agree: Callable[[int], int] = lambda blocks: blocks
+    ) -> None:
+        """agree: the number of blocks that all processes of the job can have, from this process's own."""
         self.config, self.mesh = config, mesh
         self.placement = RankPlacement(mesh, config.axes)
         cache_specs = loaded.model_class.cache_specs(loaded.config, config.axes, config.kv_dtype)
@@ -84,7 +87,10 @@ class ModelRunner:
         self.params = tuple(jax.tree.leaves(loaded.params))
         self.cache_specs = cache_specs
         self.model_config = loaded.config
-        self.num_blocks = num_blocks or config.args.num_blocks or profile_num_blocks(self.programs)
+        own = config.args.num_blocks or profile_num_blocks(self.programs)
+        self.num_blocks = agree(own)
+        if self.num_blocks != own:
+            logger.warning("num_blocks: %d here, %d are used: the least among the processes of the job", own, self.num_blocks)
         self.programs.num_blocks = self.num_blocks
         self.caches = kv_cache.allocate(self.programs.abstract_caches(self.num_blocks))
         self.state = self.programs.allocate_state()

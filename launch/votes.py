@@ -6,6 +6,7 @@ process that has died or stands still, or takes other steps than the others, is 
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import socket
@@ -56,13 +57,26 @@ class SocketDPGroup:
         self.seconds += time.perf_counter() - start
         return result
 
-    def wait_for_all(self, timeout: float = START_TIMEOUT) -> None:
-        """A vote with a deadline of its own: at start."""
+    def agree_min(self, value: int, timeout: float = START_TIMEOUT) -> int:
+        """The minimum over the processes, with a deadline of its own: at start, where they may be minutes apart."""
         for s in self._peers.values():
             s.settimeout(timeout)
-        self._vote(0)
+        value = self._vote(value)
         for s in self._peers.values():
             s.settimeout(self.deadline)
+        return value
+
+    def wait_for_all(self) -> None:
+        self.agree_min(0)
+
+    def must_agree(self, name: str, value: object) -> None:
+        """Raises ValueError, in every process, unless all have the same value; integers are named on both sides."""
+        is_int = isinstance(value, int)
+        number = int(value) if is_int else int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+        low, high = self.agree_min(number), -self.agree_min(-number)
+        if low != high:
+            others = f"from {low} to {high}" if is_int else "another value elsewhere"
+            raise ValueError(f"the processes of a job must agree on {name}: {value!r} in process {self.process}, {others} in the job")
 
     def _vote(self, value: int) -> int:
         self._number += 1

@@ -26,6 +26,10 @@ class DPGroup(Protocol):
         """Minimum over all ranks; `values` are those of the local ranks, in order."""
         ...
 
+    def agree_min(self, value: int) -> int:
+        """Minimum over the processes, each with one value; for start-up, where they may be minutes apart."""
+        ...
+
 
 class LocalDPGroup:
     """All ranks live in this process."""
@@ -40,6 +44,9 @@ class LocalDPGroup:
         if len(values) != self.size:
             raise ValueError(f"{len(values)} votes for {self.size} ranks")
         return min(values)
+
+    def agree_min(self, value: int) -> int:
+        return value
 
 
 class SchedulerGroup:
