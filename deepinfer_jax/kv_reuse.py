@@ -68,8 +68,7 @@ class KVReuse:
         """The store that an engine's arguments ask for. ValueError for a model with per-sequence state."""
         args, layout, mover = engine.args, snapshot_state.layout(engine), engine.ensure_mover()
         disk = None if args.kv_store is None else KVStore(args.kv_store, layout, max_bytes=args.kv_store_bytes)
-        shapes = {s.name: ((s.layers, *mover._entry("blocks", s)), np.dtype(s.dtype)) for s in mover.specs["blocks"]}
-        return cls(engine, TieredStore(shapes, disk, args.kv_host_bytes, args.kv_store_write == "back"), layout)
+        return cls(engine, TieredStore(mover.row_shapes(), disk, args.kv_host_bytes, args.kv_store_write == "back"), layout)
 
     def prefix_of(self, seq: Sequence, pages: int, first: int = 0) -> Prefix:
         """Pages first .. pages - 1 of a sequence."""

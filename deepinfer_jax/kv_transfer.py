@@ -138,6 +138,10 @@ class BlockMover:
             shape[self._split_dim(kind, spec)] //= self.axes.tp
         return tuple(shape)
 
+    def row_shapes(self, kind: str = "blocks") -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """{cache: ((layers, *entry), dtype)}: one block (or state row) in `to_host`'s arrays."""
+        return {s.name: ((s.layers, *self._entry(kind, s)), np.dtype(s.dtype)) for s in self.specs[kind]}
+
     def _entry(self, kind: str, spec: CacheSpec) -> tuple[int, ...]:
         return (self.block_size, *spec.entry_shape) if kind == "blocks" else tuple(spec.shape)
 

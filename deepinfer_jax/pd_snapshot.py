@@ -9,7 +9,6 @@ tokens.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,9 +44,7 @@ def take(pd: DisaggregatedEngine, folder: str | Path) -> snapshot.SnapshotJob:
         job.pause = time.perf_counter() - start
         return captured
 
-    captured = _hold(engines, timed)
-    threading.Thread(target=snapshot._write_job, args=(job, captured), name="snapshot", daemon=True).start()
-    return job
+    return snapshot.start_writing(job, _hold(engines, timed))
 
 
 def _alive(pd: DisaggregatedEngine) -> list[LLMEngine]:
@@ -66,17 +63,14 @@ def _hold(engines: list[LLMEngine], call: Callable[[], Any]) -> Any:
 
 def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine], layout: dict[str, Any]) -> snapshot.Capture:
     found: dict[str, tuple[int, dict[str, Any]]] = {}  # part -> (progress, completion record)
-    prefix, payloads, offsets, base = [], {}, {"blocks": [0], "states": [0]}, 0
+    prefix, copies, base = [], [], snapshot_state.Base()
     for engine in engines:
         captured = snapshot.capture(engine, layout)
         for request in captured.meta["requests"]:
             _take_part(pd, request, base, found)
-        prefix += [[rank + base, *rest] for rank, *rest in captured.meta["prefix"]]
-        for kind, parts in captured.payloads.items():
-            payloads.setdefault(kind, []).extend(parts)
-        for kind, own in captured.meta["offsets"].items():
-            offsets[kind] += [offsets[kind][-1] + at for at in own[1:]]
-        base += len(engine.schedulers)
+        prefix += base.shift_prefix(captured.meta["prefix"])
+        copies += captured.copies
+        base = base.after(captured.meta["ranks"], {kind: len(rows) for kind, rows in captured.copies[0].rows.items()})
     meta = {
         "layout": layout,
         "role": "DISAGGREGATED",
@@ -85,9 +79,9 @@ def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine], layout: dict[str
         "outputs": [snapshot_state.record_output(o) for o in _undelivered(pd)],
         "prefix": prefix,
         "seeds": pd._seeds.bit_generator.state,
-        "offsets": offsets,
+        "ranks": base.ranks,
     }
-    return snapshot.Capture(meta, payloads)
+    return snapshot.Capture(meta, copies)
 
 
 def _undelivered(pd: DisaggregatedEngine) -> list[RequestOutput]:
@@ -99,18 +93,16 @@ def _undelivered(pd: DisaggregatedEngine) -> list[RequestOutput]:
     return outputs
 
 
-def _take_part(pd: DisaggregatedEngine, request: dict[str, Any], base: int, found: dict[str, tuple[int, dict[str, Any]]]) -> None:
+def _take_part(
+    pd: DisaggregatedEngine, request: dict[str, Any], base: snapshot_state.Base, found: dict[str, tuple[int, dict[str, Any]]]
+) -> None:
     """Keeps an engine's record of a part unless another engine's is further, or its attempt is over."""
     attempt, _, handoff = request["request_id"].partition("/")
     part = pd._current(attempt)
     (completion,) = request["completions"]
     if part is None or completion["place"] is None or (handoff and part.answering not in (None, request["request_id"])):
         return
-    place = completion["place"]
-    place["rank"] += base
-    place["rows"] = [[rank + base, at] for rank, at in place["rows"]]
-    if place["state_row"] is not None:
-        place["state_row"] = [place["state_row"][0] + base, place["state_row"][1]]
+    base.shift_place(completion["place"])
     progress = 2 * len(completion["state"]["output_token_ids"]) + bool(handoff)
     if progress >= found.get(part.id, (0, None))[0]:
         found[part.id] = progress, completion

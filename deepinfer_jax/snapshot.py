@@ -1,10 +1,10 @@
 """Engine snapshots: all live requests with their KV, written by Orbax while serving goes on, restored into any engine of the model.
 
-    job = engine.snapshot(folder)          # copies aside between two steps, then writes in a thread
+    job = engine.snapshot(folder)          # fixes the state between two steps, copies and writes in a thread
     job.wait()                             # a snapshot exists from here on; a crash before leaves the previous one
     ids = other.restore(folder)            # another mesh, dp, ep, tp, pool size or role; other.step() goes on with the same tokens
 
-What is copied: used blocks only (and those the prefix cache can find), gathered on the device behind the steps that wrote them.
+What is copied: used blocks only (and those the prefix cache can find); see snapshot_copy.py for how, while steps go on.
 The folder is an Orbax CheckpointManager with one step per snapshot, the two newest kept: items `arrays` (StandardSave) and `meta`
 (JsonSave). Arrays and requests carry a CRC-32 each. The block size must be the same on both sides; block ids are not part of a snapshot.
 """
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -27,7 +28,7 @@ import numpy as np
 
 from deepinfer_jax import snapshot_state
 from deepinfer_jax.scheduler import resume
-from deepinfer_jax.snapshot_state import Rows
+from deepinfer_jax.snapshot_copy import EngineCopy, Rows
 
 if TYPE_CHECKING:
     from deepinfer_jax.disaggregate import DisaggregatedEngine
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT = 2
-_writing = threading.Lock()  # two writers of one folder would take the same step number
+WRITER_NICE = 10
+_starting = threading.Lock()
+_last: SnapshotJob | None = None  # this process's newest; each is written after the one before, so that numbers tell their order
 
 
 class SnapshotError(ValueError):
@@ -53,36 +56,53 @@ class Snapshot:
 
 @dataclass
 class Capture:
-    """A snapshot whose arrays are still on the device: (mover, payload) per kind, in row order."""
+    """A snapshot whose arrays are still in engines' pools; their rows follow each other in the snapshot's arrays."""
 
     meta: dict[str, Any]
-    payloads: dict[str, list[tuple[Any, Any]]]
+    copies: list[EngineCopy]
 
     def to_host(self) -> Snapshot:
-        """Waits for the device; any thread."""
+        """Copies while the engines step; not in a thread that others rely on to step them."""
         arrays = {}
-        for kind, payloads in self.payloads.items():
-            parts = [mover.to_host(p) for mover, p in payloads]
-            arrays[kind] = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+        for kind in self.copies[0].mover.kinds:
+            total = sum(len(c.rows[kind]) for c in self.copies)
+            if total:
+                arrays[kind] = {n: np.empty((total, *shape), d) for n, (shape, d) in self.copies[0].mover.row_shapes(kind).items()}
+        at = dict.fromkeys(arrays, 0)
+        for copy in self.copies:
+            views = {k: {n: a[at[k] : at[k] + len(copy.rows[k])] for n, a in caches.items()} for k, caches in arrays.items()}
+            copy.fill(views)
+            at = {k: at[k] + len(copy.rows[k]) for k in at}
         return Snapshot(self.meta, arrays)
 
 
 @dataclass
 class SnapshotJob:
-    """A snapshot being written. pause: seconds during which no step could run, `drain` of them until the step in flight had ended
-    (which the next step would have waited for, too)."""
+    """A snapshot being written.
+
+    pause: seconds during which no step could run while the state was fixed, `drain` of them until the step in flight had ended
+    (which the next step would have waited for, too). holds: seconds of each later slice of copying, one between two steps.
+    """
 
     folder: Path
     pause: float = 0.0
     drain: float = 0.0
+    holds: list[float] = field(default_factory=list)
     step: int | None = None
     nbytes: int = 0
+    _captured: Capture | None = None
+    _previous: SnapshotJob | None = None
     _error: BaseException | None = None
     _done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    def hurry(self) -> None:
+        """From now on copying may take as long as the steps do."""
+        for copy in self._captured.copies:
+            copy.share = 1.0
 
     def wait(self, timeout: float | None = None) -> int:
         """The snapshot's number, once it is on disk. Raises what writing raised; TimeoutError."""
@@ -97,7 +117,7 @@ class SnapshotJob:
 
 
 def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
-    """Captures between two steps and starts writing. ValueError for an engine of several processes."""
+    """Captures between two steps and starts copying and writing. ValueError for an engine of several processes."""
     if jax.process_count() > 1:
         raise ValueError(f"a snapshot covers one process, this engine's job has {jax.process_count()}")
     job = SnapshotJob(Path(folder).absolute())
@@ -112,19 +132,25 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
         job.pause = time.perf_counter() - start
         return captured
 
-    captured = engine.at_step_boundary(timed)
+    return start_writing(job, engine.at_step_boundary(timed))
+
+
+def start_writing(job: SnapshotJob, captured: Capture) -> SnapshotJob:
+    global _last
+    job._captured = captured
+    with _starting:
+        job._previous, _last = _last, job
     threading.Thread(target=_write_job, args=(job, captured), name="snapshot", daemon=True).start()
     return job
 
 
 def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
-    """Everything as of now; enqueues copies on the device, waits for the step in flight only. Under the engine's lock."""
+    """Everything as of now; enqueues a few copies on the device, waits for the step in flight only. Under the engine's lock."""
     engine.drain()
-    mover, ranks = engine.ensure_mover(), len(engine.schedulers)
-    rows = {"blocks": Rows(ranks), "states": Rows(ranks)}
+    rows = {"blocks": Rows(), "states": Rows()}
     requests = [snapshot_state.record_request(engine, r, rows["blocks"], rows["states"]) for r in engine._requests.values()]
     prefix = [
-        [*rows["blocks"].add(rank, page.block), page.parent, page.content.hex(), page.node]
+        [rank, rows["blocks"].add(rank, page.block, changing=False), page.parent, page.content.hex(), page.node]
         for rank, s in enumerate(engine.schedulers)
         for page in resume.cached_pages(s.blocks)
     ]
@@ -136,27 +162,32 @@ def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
         "outputs": [snapshot_state.record_output(o) for o in engine._undelivered],
         "prefix": prefix,
         "seeds": engine._seeds.bit_generator.state,
-        "offsets": {kind: r.offsets() for kind, r in rows.items()},
+        "ranks": len(engine.schedulers),
     }
-    payloads = {}
-    for kind in mover.kinds:
-        gathered = [p for per_rank in mover.gather(rows[kind].ids, kind) for p in per_rank] if len(rows[kind]) else []
-        if gathered:
-            payloads[kind] = [(mover, p) for p in gathered]
-    return Capture(meta, payloads)
+    return Capture(meta, [EngineCopy(engine, rows)])
 
 
 def _write_job(job: SnapshotJob, captured: Capture) -> None:
     try:
         snapshot = captured.to_host()
-        captured.payloads.clear()
+        _lower_priority()
+        if job._previous is not None:
+            job._previous._done.wait()
+        job.holds = [seconds for copy in captured.copies for seconds in copy.holds]
         job.nbytes = sum(a.nbytes for caches in snapshot.arrays.values() for a in caches.values())
         job.step = write(snapshot, job.folder)
     except Exception as error:
         logger.exception("snapshot into %s failed", job.folder)
         job._error = error
     finally:
+        job._previous = None
         job._done.set()
+
+
+def _lower_priority() -> None:
+    """This thread, and those it starts, give way to the steps'."""
+    if sys.platform == "linux":  # elsewhere the number of a thread means nothing to setpriority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------------
@@ -169,7 +200,7 @@ def write(snapshot: Snapshot, folder: Path) -> int:
     arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
     described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
     text = json.dumps(snapshot.meta | {"arrays": described})
-    with _writing, _manager(folder, max_to_keep=KEPT) as manager:
+    with _manager(folder, max_to_keep=KEPT) as manager:
         step = (manager.latest_step() or 0) + 1
         items = {"meta": ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())})}
         if arrays:
@@ -240,7 +271,9 @@ def snapshot_on_sigterm(engine: LLMEngine | DisaggregatedEngine, folder: str | P
     def save_and_exit() -> None:
         try:
             logger.warning("SIGTERM: taking a snapshot into %s", folder)
-            engine.snapshot(folder).wait()
+            job = engine.snapshot(folder)
+            job.hurry()
+            job.wait()
         except Exception:
             logger.exception("no snapshot could be taken")
         finally:

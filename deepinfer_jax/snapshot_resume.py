@@ -41,7 +41,7 @@ def put(engine: LLMEngine, loaded: snapshot.Snapshot) -> list[str]:
     if taken:
         raise ValueError(f"requests {taken} of the snapshot are already running here")
     requests = [snapshot_state.load_request(engine, r) for r in meta["requests"]]
-    plan = _Plan(engine, meta["offsets"])
+    plan = _Plan(engine, meta["ranks"])
     for request, record in zip(requests, meta["requests"], strict=True):
         for c, values in zip(request.completions, record["completions"], strict=True):
             if values["place"] is not None:
@@ -113,8 +113,8 @@ class _Rank:
 
 
 class _Plan:
-    def __init__(self, engine: LLMEngine, offsets: dict[str, list[int]]) -> None:
-        self.engine, self.offsets = engine, offsets
+    def __init__(self, engine: LLMEngine, source_ranks: int) -> None:
+        self.engine, self.source_ranks = engine, source_ranks
         self.items: list[_Item] = []
         self.waiting: list[tuple[_Item, int]] = []  # without KV, by rank
         self.ready: list[tuple[_Item, int]] = []  # with their KV
@@ -123,15 +123,10 @@ class _Plan:
         ]
 
     def add(self, c: Completion, place: dict[str, Any]) -> None:
-        rows = [self._row("blocks", at) for at in place["rows"]]
-        state_row = None if place["state_row"] is None else self._row("states", place["state_row"])
-        item = _Item(c, rows, place["num_cached"], place["decoding"], state_row, place["rank"], (*place["order"], len(self.items)))
+        order = (*place["order"], len(self.items))
+        item = _Item(c, place["rows"], place["num_cached"], place["decoding"], place["state_row"], place["rank"], order)
         self._fit_role(item)
         self.items.append(item)
-
-    def _row(self, kind: str, at: list[int]) -> int:
-        rank, position = at
-        return self.offsets[kind][rank] + position
 
     def _fit_role(self, item: _Item) -> None:
         """Makes the item something this role can go on with. Raises ValueError naming the request."""
@@ -173,7 +168,7 @@ class _Plan:
     def _rank_for(self, item: _Item) -> int:
         """Its old neighbours' rank where ranks became fewer (they may share blocks), else the least loaded one that has room."""
         own = item.source_rank % len(self.ranks)
-        merged = len(self.offsets["blocks"]) - 1 >= len(self.ranks)
+        merged = self.source_ranks >= len(self.ranks)
         if merged and self.ranks[own].has_room(item):
             return own
         loads = [(not r.has_room(item), r.sequences, -r.free, i) for i, r in enumerate(self.ranks)]
@@ -217,16 +212,16 @@ class _Plan:
             while entry is not None and entry[4] not in nodes:
                 chain.append(entry)
                 entry = by_node.get(entry[2]) if isinstance(entry[2], int) else None
-            for source, position, parent, content, node in reversed(chain):
+            for _, row, parent, content, node in reversed(chain):
                 here = nodes.get(parent) if isinstance(parent, int) else parent
                 if here is None:
                     break  # the page before was evicted there: nobody could find this one
-                found = self._insert_page(r, self._row("blocks", [source, position]), here, bytes.fromhex(content), inserted)
+                found = self._insert_page(r, row, here, bytes.fromhex(content), inserted)
                 if found is None:
                     break
                 nodes[node] = found
-        for _, position, *_ in entries:  # least recently used first: the order in which they may go again
-            block = inserted.pop(position, None)
+        for _, row, *_ in entries:  # least recently used first: the order in which they may go again
+            block = inserted.pop(row, None)
             if block is not None:
                 r.s.blocks.unpin(np.array([block], np.int32))
 
@@ -244,13 +239,9 @@ class _Plan:
         if node is None:
             blocks.unpin(np.array([block], np.int32))
             return None
-        inserted[row - self._base(row)] = block
+        inserted[row] = block
         r.copies.append((row, block))
         return node
-
-    def _base(self, row: int) -> int:
-        """First row of the source rank that `row` belongs to."""
-        return max(o for o in self.offsets["blocks"][:-1] if o <= row)
 
     def write(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
         """Enqueues copying the contents into the pools."""

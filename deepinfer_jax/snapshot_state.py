@@ -20,38 +20,38 @@ from deepinfer_jax.requests import Completion, Request
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.sequence import SequenceStatus
+from deepinfer_jax.snapshot_copy import Rows
 
 if TYPE_CHECKING:
     from deepinfer_jax.engine import LLMEngine
 
-FORMAT = 1
+FORMAT = 2
 
 
 class SnapshotMismatch(ValueError):
     """A snapshot of another model, layout or format; the message names both values."""
 
 
-class Rows:
-    """Numbers the blocks (or state rows) of all ranks in the order in which they are gathered."""
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """How many ranks and rows the parts of a snapshot before this one have: its own numbers are shifted by them."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ids: list[list[int]] = [[] for _ in range(ranks)]
-        self._local: list[dict[int, int]] = [{} for _ in range(ranks)]
+    ranks: int = 0
+    blocks: int = 0
+    states: int = 0
 
-    def add(self, rank: int, item: int) -> tuple[int, int]:
-        """(rank, position within its ids); an item that is known keeps its position."""
-        known = self._local[rank]
-        if item not in known:
-            known[item] = len(self.ids[rank])
-            self.ids[rank].append(item)
-        return rank, known[item]
+    def after(self, ranks: int, rows: Mapping[str, int]) -> Base:
+        """The next part's, where this one has so many ranks and rows of each kind."""
+        return Base(self.ranks + ranks, self.blocks + rows.get("blocks", 0), self.states + rows.get("states", 0))
 
-    def offsets(self) -> list[int]:
-        """Where each rank's ids start once all are concatenated."""
-        return np.cumsum([0, *map(len, self.ids)]).tolist()
+    def shift_place(self, place: dict[str, Any]) -> None:
+        place["rank"] += self.ranks
+        place["rows"] = [row + self.blocks for row in place["rows"]]
+        if place["state_row"] is not None:
+            place["state_row"] += self.states
 
-    def __len__(self) -> int:
-        return sum(map(len, self.ids))
+    def shift_prefix(self, entries: list[list[Any]]) -> list[list[Any]]:
+        return [[rank + self.ranks, row + self.blocks, *rest] for rank, row, *rest in entries]
 
 
 def layout(engine: LLMEngine) -> dict[str, Any]:
@@ -102,13 +102,14 @@ def _record_completion(engine: LLMEngine, c: Completion, blocks: Rows, states: R
 def _record_place(engine: LLMEngine, c: Completion, blocks: Rows, states: Rows) -> dict[str, Any]:
     seq, s = c.seq, engine.schedulers[c.rank]
     held = resume.held_blocks(s, seq).tolist()
+    full = seq.num_cached // engine.config.block_size
     return {
         "rank": c.rank,
         "order": list(resume.order_key(s, seq)),
         "decoding": seq.status in resume.DECODING,
         "num_cached": seq.num_cached if held else 0,
-        "rows": [blocks.add(c.rank, b) for b in held],
-        "state_row": states.add(c.rank, seq.state_id) if seq.state_id >= 0 and held else None,
+        "rows": [blocks.add(c.rank, b, changing=i >= full) for i, b in enumerate(held)],
+        "state_row": states.add(c.rank, seq.state_id, changing=True) if seq.state_id >= 0 and held else None,
         "max_len": s.max_len_of(seq),
     }
 

@@ -35,6 +35,8 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self._next_node = 1  # not 0: hash(0) == hash(""), so page 1 of a repetitive prompt would share page 0's bucket
         self.num_evictions = 0
+        self.before_overwriting: list[Callable[[np.ndarray], None]] = []
+        """Called with blocks whose contents are about to be lost, before anything is enqueued that writes them."""
 
     # ---- counts
 
@@ -67,6 +69,8 @@ class BlockManager:
         blocks = self._free[start : self._num_free][::-1].copy()
         self._num_free = start
         self.ref_counts[blocks] = 1
+        for call in self.before_overwriting:
+            call(blocks)
         return blocks
 
     def pin(self, blocks: np.ndarray) -> None:
@@ -143,6 +147,8 @@ class BlockManager:
 
     def uncache(self, block: int) -> None:
         """The prefix cache forgets a used block, because its holder is about to overwrite part of it."""
+        for call in self.before_overwriting:
+            call(np.array([block], np.int32))
         entry = self._entries.pop(block, None)
         if entry is not None:
             del self._buckets[entry[0]]

@@ -67,9 +67,14 @@ def trial(number, source, target, folder=None):
     else:
         job = source.snapshot(folder)
     after = before.copy()
+    if folder is None:
+        for _ in range(rng.randrange(4)):  # blocks are copied while they are overwritten, freed and found again
+            run(source, after, kinds, rng.randrange(1, 6))
+            source.at_step_boundary(captured.copies[0]._slice)
+        run(source, after, kinds, rng.choice((0, 3, None)))
+        loaded = captured.to_host()
     run(source, after, kinds)  # serving goes on; nothing of it is in the snapshot
     if folder is None:
-        loaded = captured.to_host()
         target.at_step_boundary(lambda: snapshot_resume.put(target, loaded))
     else:
         job.wait(60)
