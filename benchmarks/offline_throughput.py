@@ -12,7 +12,8 @@ is busy for all. Every request is greedy and ignores EOS. Workloads (32 prompts 
     single  one prompt, 128 new tokens
 
 prefill = prompt tokens / time of a run that asks for one token each; decode = the other tokens / the rest of the time; both by the
-same wall clocks for all engines. Medians over the repeats. Limits are measured in the same run (benchmarks/limits.py).
+same wall clocks for all engines. Medians over the repeats. Limits are measured in the same run (benchmarks/limits.py); the memory's
+speed right before and after each `single` run of this engine, whose share of it is the median of those pairs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
-from limits import Limits, load_average, measure, median
+from limits import Streams, load_average, measure, median
 
-from deepinfer_jax import LLM, SamplingParams
+from deepinfer_jax import LLM, SamplingParams, kv_cache
 from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.models.resolve import resolve_model_path
 
@@ -66,6 +67,7 @@ class Times:
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
+    stream: list[float] = field(default_factory=list)  # bytes/s that memory gave around each run, where it was measured
 
     def rates(self, w: Workload) -> tuple[float, float, float]:
         """(prefill, decode, new tokens) per second."""
@@ -163,15 +165,19 @@ def other_engines(args: argparse.Namespace) -> list[Worker]:
     return workers
 
 
-def measure_engines(engines: list[Any], loads: list[Workload], repeats: int) -> dict[tuple[str, str], Times]:
-    """Engines take turns in every repeat; one round before that is not counted."""
+def measure_engines(engines: list[Any], loads: list[Workload], repeats: int, streams: Streams | None) -> dict[tuple[str, str], Times]:
+    """Engines take turns in every repeat; one round before that is not counted. streams: measured around `single` runs."""
     times = {(e.name, w.name): Times() for e in engines for w in loads}
     for repeat in range(-1, repeats):
         for w in loads:
             for e in engines:
                 t = times[e.name, w.name]
+                probe = streams if w.name == "single" and e is engines[0] else None
+                before = probe.best() if probe else 0.0
                 first, _ = e.run(w.with_max_tokens(1))
                 whole, t.tokens = e.run(w if repeat >= 0 else w.with_max_tokens(4))
+                if probe and repeat >= 0:
+                    t.stream.append((before + probe.best()) / 2)
                 print(f"{w.name} {e.name}: {first:.2f} s, {whole:.2f} s{'' if repeat >= 0 else ' (not counted)'}", file=sys.stderr)
                 if repeat >= 0:
                     t.first.append(first)
@@ -204,8 +210,8 @@ def print_table(engines: list[Any], loads: list[Workload], times: dict[tuple[str
         print(f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f} MiB")
 
 
-def print_limits(engine: Any, limits: Limits, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
-    """What binds: weights streamed once per decode step of one sequence; multiply-adds for a batch."""
+def print_limits(engine: Any, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
+    """What binds: weights (and the live KV) streamed once per decode step of one sequence; multiply-adds for a batch."""
     params = jax.tree.leaves(engine.runner.params)
     stored = sum(p.size * p.dtype.itemsize for p in params)
     config = engine.model_config
@@ -214,16 +220,25 @@ def print_limits(engine: Any, limits: Limits, loads: list[Workload], times: dict
     body = packed - table * (1 if config.tie_word_embeddings else 2)
     if not config.tie_word_embeddings:
         stored -= table * np.dtype(engine.config.dtype).itemsize  # only the head is read whole
+    limits = measure()
     print("\nlimits of this machine, measured now:", *limits.lines(), sep="\n  ")
-    single = next(w for w in loads if w.name == "single")
-    decode = times[Ours.name, "single"].rates(single)[1]
-    bound = limits.stream / stored
-    print(f"single: {stored / 1e6:.0f} MB of weights per token -> at most {bound:.1f} tok/s; reached {decode:.1f} = {decode / bound:.0%}")
-    for w in loads[:2]:
-        rows = w.prompt_tokens + w.new_tokens - len(w.prompts)
-        bound = w.new_tokens / ((2 * body * rows + 2 * table * w.new_tokens) / limits.flops)
-        new = times[Ours.name, w.name].rates(w)[2]
-        print(f"{w.name}: float32 multiply-adds of its matmuls allow {bound:.0f} new tok/s; reached {new:.1f} = {new / bound:.0%}")
+    for w in loads:
+        t = times[Ours.name, w.name]
+        if w.name == "single":
+            kv = kv_cache.bytes_per_block(engine.runner.cache_specs, engine.config.axes, 1) * (w.prompt_tokens + w.new_tokens / 2)
+            rates = [(w.new_tokens - 1) / (whole - first) for first, whole in zip(t.first, t.whole, strict=True)]
+            shares = [rate * stored / stream for rate, stream in zip(rates, t.stream, strict=True)]
+            share, bound = median(shares), median(t.stream) / stored
+            print(
+                f"single: {stored / 1e6:.0f} MB of weights per token at {median(t.stream) / 1e9:.1f} GB/s -> at most {bound:.1f} tok/s; "
+                f"reached {median(rates):.1f}, {share:.0%} of what memory gave at the time ({min(shares):.0%} to {max(shares):.0%}); "
+                f"with {kv / 1e6:.1f} MB of live KV {share * (stored + kv) / stored:.0%}"
+            )
+        else:
+            rows = w.prompt_tokens + w.new_tokens - len(w.prompts)
+            bound = w.new_tokens / ((2 * body * rows + 2 * table * w.new_tokens) / limits.flops)
+            new = t.rates(w)[2]
+            print(f"{w.name}: float32 multiply-adds of its matmuls allow {bound:.0f} new tok/s; reached {new:.1f} = {new / bound:.0%}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -251,15 +266,19 @@ def main() -> None:
     args = parse_args()
     device = jax.devices()[0].device_kind
     print(f"{args.model}, {args.dtype}, quantization {args.quantization}; jax {jax.__version__}, {device}; {load_average()}")
+    streams = None
+    if jax.default_backend() == "cpu" and "single" in args.workloads.split(","):
+        streams = Streams()
+        streams.best()  # its programs are compiled before compiles are counted
     ours = Ours(args)
     loads = [w for w in workloads(ours.engine.model_config.vocab_size) if w.name in args.workloads.split(",")]
     engines = [ours, *other_engines(args)]
-    times = measure_engines(engines, loads, args.repeats)
+    times = measure_engines(engines, loads, args.repeats, streams)
     print_table(engines, loads, times)
     print(*ours.report(), sep="\n")
     engine = ours.engine
-    if {"batch", "mixed", "single"} <= {w.name for w in loads} and jax.default_backend() == "cpu":
-        print_limits(engine, measure(), loads, times)
+    if jax.default_backend() == "cpu":
+        print_limits(engine, loads, times)
     for e in engines:
         e.close()
     print(load_average())

@@ -1,6 +1,13 @@
-"""vLLM (its CPU build) as a benchmark worker: python vllm_worker.py MODEL_FOLDER DTYPE"""
+"""vLLM (its CPU build) as a benchmark worker: python vllm_worker.py MODEL_FOLDER DTYPE
 
+By itself it leaves one core to its front end; here it gets all of them, like the other engines.
+"""
+
+import os
 import sys
+
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
 from vllm import LLM, SamplingParams
 from worker import serve
