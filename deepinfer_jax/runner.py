@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax import kv_cache
+from deepinfer_jax import huge_pages, kv_cache
 from deepinfer_jax.compile_watch import compile_watch
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.memory import profile_num_blocks
@@ -85,6 +85,7 @@ class ModelRunner:
         cache_specs = loaded.model_class.cache_specs(loaded.config, config.axes, config.kv_dtype)
         self.programs = StepPrograms(config, loaded.config, loaded.graphdef, loaded.params, loaded.param_specs, cache_specs, mesh)
         self.params = tuple(jax.tree.leaves(loaded.params))
+        huge_pages.collapse(self.params)
         self.cache_specs = cache_specs
         self.model_config = loaded.config
         own = config.args.num_blocks or profile_num_blocks(self.programs)
