@@ -25,6 +25,7 @@ from deepinfer_jax.kv_transfer import BlockMover, Payload
 from deepinfer_jax.requests import Completion
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
+from deepinfer_jax.snapshot_copy import row_shapes
 
 if TYPE_CHECKING:
     from deepinfer_jax.engine import LLMEngine
@@ -68,7 +69,7 @@ class KVReuse:
         """The store that an engine's arguments ask for. ValueError for a model with per-sequence state."""
         args, layout, mover = engine.args, snapshot_state.layout(engine), engine.ensure_mover()
         disk = None if args.kv_store is None else KVStore(args.kv_store, layout, max_bytes=args.kv_store_bytes)
-        return cls(engine, TieredStore(mover.row_shapes(), disk, args.kv_host_bytes, args.kv_store_write == "back"), layout)
+        return cls(engine, TieredStore(row_shapes(mover, "blocks"), disk, args.kv_host_bytes, args.kv_store_write == "back"), layout)
 
     def prefix_of(self, seq: Sequence, pages: int, first: int = 0) -> Prefix:
         """Pages first .. pages - 1 of a sequence."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from deepinfer_jax import snapshot_state
 from deepinfer_jax.scheduler import resume
-from deepinfer_jax.snapshot_copy import EngineCopy, Rows
+from deepinfer_jax.snapshot_copy import EngineCopy, Rows, dtype_of, row_shapes
 
 if TYPE_CHECKING:
     from deepinfer_jax.disaggregate import DisaggregatedEngine
@@ -67,7 +67,7 @@ class Capture:
         for kind in self.copies[0].mover.kinds:
             total = sum(len(c.rows[kind]) for c in self.copies)
             if total:
-                arrays[kind] = {n: np.empty((total, *shape), d) for n, (shape, d) in self.copies[0].mover.row_shapes(kind).items()}
+                arrays[kind] = {n: np.empty((total, *shape), d) for n, (shape, d) in row_shapes(self.copies[0].mover, kind).items()}
         at = dict.fromkeys(arrays, 0)
         for copy in self.copies:
             views = {k: {n: a[at[k] : at[k] + len(copy.rows[k])] for n, a in caches.items()} for k, caches in arrays.items()}
@@ -101,7 +101,8 @@ class SnapshotJob:
 
     def hurry(self) -> None:
         """From now on copying may take as long as the steps do."""
-        for copy in self._captured.copies:
+        captured = self._captured
+        for copy in captured.copies if captured is not None else ():
             copy.share = 1.0
 
     def wait(self, timeout: float | None = None) -> int:
@@ -180,7 +181,7 @@ def _write_job(job: SnapshotJob, captured: Capture) -> None:
         logger.exception("snapshot into %s failed", job.folder)
         job._error = error
     finally:
-        job._previous = None
+        job._previous = job._captured = None  # the newest job is remembered, an engine must not be
         job._done.set()
 
 
@@ -229,7 +230,7 @@ def load(folder: str | Path, step: int | None = None) -> Snapshot:
             described = meta.pop("arrays")
             arrays: dict[str, dict[str, np.ndarray]] = {}
             if described:
-                target = {k: {n: np.empty(shape, _dtype(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
+                target = {k: {n: np.empty(shape, dtype_of(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
                 arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
         except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
             raise SnapshotError(f"{folder}: snapshot {step} is damaged: {type(error).__name__}: {error}") from error
@@ -249,12 +250,6 @@ def _manager(folder: Path, **options: Any) -> Any:
 
 def checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
-
-
-def _dtype(name: str) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 # ---- SIGTERM ------------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 
-from deepinfer_jax.kv_transfer import Payload
+from deepinfer_jax.kv_transfer import BlockMover, Payload
 
 if TYPE_CHECKING:
     from deepinfer_jax.engine import LLMEngine
@@ -127,3 +128,14 @@ class EngineCopy:
     def _stop(self) -> None:
         for s, hook in zip(self.engine.schedulers, self._hooks, strict=True):
             s.blocks.before_overwriting.remove(hook)
+
+
+def row_shapes(mover: BlockMover, kind: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """{cache: ((layers, *entry), dtype)}: one block or state row, as `BlockMover.to_host` gives it."""
+    caches = [c for c in mover.describe()["caches"] if c["kind"] == kind]
+    return {c["name"]: ((c["layers"], *c["entry"]), dtype_of(c["dtype"])) for c in caches}
+
+
+def dtype_of(name: str) -> np.dtype:
+    """By name, those of ml_dtypes included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
