@@ -1,5 +1,6 @@
 # make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
 # make test    the test suite
+# make oldest  the test suite on the oldest JAX that is supported, in an environment of its own
 # make lint    ruff
 # make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
 # make faults  kills and stops processes of a deployment under load (FAULT_MINUTES=60 for a long run)
@@ -18,7 +19,9 @@ FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 
-.PHONY: help demo test lint fuzz faults aot venv clean
+OLDEST_JAX := $(shell sed -n 's/^  "jax>=\(.*\)",/\1/p' pyproject.toml)
+
+.PHONY: help demo test oldest lint fuzz faults aot venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -27,6 +30,11 @@ demo: $(VENV)/.run-installed
 
 test: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS)
+
+oldest:
+	$(MAKE) VENV=$(VENV)-oldest venv
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	$(MAKE) VENV=$(VENV)-oldest test
 
 lint: $(VENV)/.dev-installed
 	$(PY) -m ruff check .
@@ -45,7 +53,7 @@ aot: $(VENV)/.aot-installed
 venv: $(VENV)/.dev-installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The first Python >= 3.12 among these; a name that exists but does not run (a version manager's shim) is passed over.
