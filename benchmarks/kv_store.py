@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,78 +191,163 @@ def ttft(args: argparse.Namespace) -> None:
 
 
 def snapshot(args: argparse.Namespace) -> None:
-    """What running requests see of a snapshot: the longest gap between their tokens, with and without one."""
+    """What running requests see of snapshots: gaps between their tokens, without and with one inside, at several sizes of live KV."""
     engine = make_engine(args, zero_overhead_scheduling=True)
     rng = np.random.default_rng(1)
-    half = args.max_model_len // 2
-    prompts = [rng.integers(3, engine.model_config.vocab_size, half).tolist() for _ in range(8)]
+    print("snapshot: gaps between tokens of 8 running requests, in median gaps (hold: at most one more than without a snapshot)")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        generate(engine, prompts, 4)
-        engine.snapshot(folder).wait()  # compiles the copy programs
-        from deepinfer_jax import SamplingParams
-
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, SamplingParams(max_tokens=half - 1, temperature=0.0, ignore_eos=True))
-        for _ in range(20):
-            engine.step()
-        steps, jobs = [], []
-        while engine.has_unfinished_requests() and len(steps) < half - 40:
-            start = time.perf_counter()
-            engine.step()
-            steps.append(time.perf_counter() - start)
-            if len(steps) in (20, 60):
-                thread = threading.Thread(target=lambda: jobs.append(engine.snapshot(folder)))
-                thread.start()
-        for job in jobs:
-            job.wait()
-        median = statistics.median(steps)
-        quiet, near = steps[:19], [max(steps[20:23]), max(steps[60:63])]
-        print(f"snapshot: {jobs[0].nbytes / 1e6:.1f} MB of 8 running requests, step {1e3 * median:.2f} ms median")
-        held = ", ".join(f"{1e3 * j.pause:.2f} ms ({1e3 * j.drain:.2f} until the step in flight had ended)" for j in jobs)
-        extra = min(j.pause - j.drain for j in jobs) / median
-        print(f"  engine held for {held}; beyond that step: {extra:.2f} steps (hold: 1)")
-        copies = ", ".join(f"{1e3 * n:.2f}" for n in near)
-        print(f"  longest step: {1e3 * max(quiet):.2f} ms before, {copies} ms with the snapshot's copy in it")
-        data = bytes(jobs[0].nbytes)
-        from deepinfer_jax.snapshot import load, write
-
-        loaded = load(folder)
-        seconds = best(lambda: write(loaded, Path(folder)), args.repeats)
-        reading = best(lambda: load(folder), args.repeats)
-        plain = best(lambda: Path(folder, "plain").write_bytes(data), args.repeats)
-        rates = [len(data) / x / 1e9 for x in (seconds, reading, plain)]
-        print("  written at {:.2f} GB/s, read and checked at {:.2f}, plain file written at {:.2f}".format(*rates))
+        for length in (args.max_model_len // 16, args.max_model_len // 4, args.max_model_len // 2):
+            prompts = [rng.integers(3, engine.model_config.vocab_size, length).tolist() for _ in range(8)]
+            generate(engine, prompts, 2)  # compiles
+            engine.snapshot(folder).wait()
+            _gaps(args, engine, prompts, Path(folder))
+        _files_of_a_snapshot(args, Path(folder))
     engine.close()
 
 
+def _gaps(args: argparse.Namespace, engine, prompts: list[list[int]], folder: Path) -> None:
+    """One line: --repeats snapshots taken by another thread, each after 15 steps without one."""
+    from deepinfer_jax import SamplingParams
+
+    most = args.max_model_len - len(prompts[0]) - 1
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{i}-{time.perf_counter_ns()}", prompt, SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True))
+    while engine.schedulers[0].num_running < len(prompts):
+        engine.step()
+    gaps: dict[str, list[float]] = {"without": [], "fixing": [], "copying": [], "writing": []}
+    jobs, job, quiet, last = [], None, 0, None
+    while engine.has_unfinished_requests() and (job is not None or len(jobs) < args.repeats):
+        known = job
+        if job is None and quiet == 15:
+            asked = threading.Thread(target=lambda: jobs.append(engine.snapshot(folder)))
+            asked.start()
+            quiet = 0
+        if not engine.step():
+            continue
+        now = time.perf_counter()
+        job = jobs[-1] if jobs and not jobs[-1].done else None
+        if job is not None and known is None:
+            phase = "fixing"
+        elif known is not None:
+            phase = "writing" if known.holds else "copying"
+        else:
+            phase = "without"
+            quiet += 1
+        if last is not None:
+            gaps[phase].append(now - last)
+        last = now
+    for j in jobs:
+        j.wait()
+    engine.abort_request(list(engine._requests))
+    while engine.has_unfinished_requests():
+        engine.step()
+    median = statistics.median(gaps["without"])
+    beyond = [(j.pause - j.drain) / median for j in jobs]
+    slices = [s for j in jobs for s in j.holds]
+    print(f"  {jobs[-1].nbytes / 1e6:.1f} MB, median gap without {1e3 * median:.1f} ms; load {os.getloadavg()[0]:.1f}")
+    for name, g in gaps.items():
+        longest = ", ".join(f"{x / median:.2f}" for x in sorted(g)[:-4:-1])
+        print(f"    {name:8} {len(g):4} gaps: median {statistics.median(g) / median:.2f}, longest {longest}")
+    print(
+        f"    {len(jobs)} snapshots held steps for {min(beyond):.2f} to {max(beyond):.2f} gaps beyond the step in flight,"
+        f" then {len(slices) // len(jobs)} times for {statistics.median(slices) / median:.2f} (at most {max(slices) / median:.2f})"
+    )
+
+
+def _files_of_a_snapshot(args: argparse.Namespace, folder: Path) -> None:
+    from deepinfer_jax.snapshot import load, write
+
+    loaded = load(folder)
+    data = bytes(sum(a.nbytes for caches in loaded.arrays.values() for a in caches.values()))
+    seconds = best(lambda: write(loaded, folder), args.repeats)
+    reading = best(lambda: load(folder), args.repeats)
+    plain = best(lambda: Path(folder, "plain").write_bytes(data), args.repeats)
+    rates = [len(data) / x / 1e9 for x in (seconds, reading, plain)]
+    print("  written at {:.2f} GB/s, read and checked at {:.2f}, plain file written at {:.2f}".format(*rates))
+
+
 def turns(args: argparse.Namespace) -> None:
-    """Conversations that come back: two engines by turns, device pools too small to remember them all."""
-    rng = np.random.default_rng(2)
-    length = args.max_model_len // 8
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        small = args.max_model_len // 16 * 3
-        a = make_engine(args, kv_store=folder, kv_host_bytes=32 << 20, num_blocks=small)
-        b = make_engine(args, kv_store=folder, num_blocks=small)
-        vocab = a.model_config.vocab_size
-        system = rng.integers(3, vocab, length).tolist()
-        conversations = [system + rng.integers(3, vocab, length // 2).tolist() for _ in range(8)]
-        asked = 0
-        cached = 0
-        for turn in range(4):
-            for i, history in enumerate(conversations):
-                engine = (a, b)[(turn + i) % 2]
-                output = generate(engine, [history], length // 4)[0]
-                asked, cached = asked + len(history), cached + output.num_cached_tokens
-                conversations[i] = history + output.outputs[0].token_ids + rng.integers(3, vocab, length // 4).tolist()
-            for engine in (a, b):
-                engine.kv.wait_saved()
-        print(f"turns: 8 conversations x 4 turns on 2 engines, {asked} prompt tokens, {100 * cached / asked:.1f} % of them not computed")
-        for name, engine in (("host memory + disk", a), ("disk", b)):
-            s = engine.kv.stats()
-            print(f"  {name}: " + ", ".join(f"{k} {s.get(k, 0)}" for k in ("device_hits", "host_hits", "disk_hits", "misses", "saved")))
-        print(f"  on disk: {sum(1 for _ in entries(folder))} pages")
-        a.close()
-        b.close()
+    """Conversations that come back, recent ones more often, on engines whose device remembers little: what each tier is good for."""
+    few, some = args.max_model_len // 16 + 4, args.max_model_len // 16 * 2  # pages on the device; pages in host memory
+    print(f"turns: 12 conversations, {TURNS} turns; {few} pages on the device, {some} in host memory, all on disk")
+    host = {"kv_host_bytes": some * (_page_bytes(args) + 4 * args.max_model_len)}
+    for name, count, disk, fields in (
+        ("device", 1, False, {"enable_prefix_caching": True}),
+        ("device, disk", 1, True, {}),
+        ("device, host", 1, False, host),
+        ("device, host, disk", 1, True, host),
+        ("device, host, disk, write-back", 1, True, host | {"kv_store_write": "back"}),
+        ("device, host, disk, two engines by turns", 2, True, host),
+    ):
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            engines = [make_engine(args, num_blocks=few, **fields, **({"kv_store": folder} if disk else {})) for _ in range(count)]
+            print(f"  {name}")
+            _trace(args, engines)
+            before = sum(1 for _ in entries(folder))
+            for engine in engines:
+                engine.close()
+            if disk:
+                print(f"    on disk: {before} pages, {sum(1 for _ in entries(folder))} after closing")
+
+
+TURNS = 40
+
+
+def _page_bytes(args: argparse.Namespace) -> int:
+    engine = make_engine(args, num_blocks=args.max_model_len // 16 + 1)
+    nbytes = engine.ensure_mover().block_bytes()
+    engine.close()
+    return nbytes
+
+
+def _trace(args: argparse.Namespace, engines: list) -> None:
+    """The same conversations whatever the engines: tokens do not depend on where KV comes from."""
+    rng, length = np.random.default_rng(2), args.max_model_len // 8
+    vocab = engines[0].model_config.vocab_size
+    for engine in engines:  # compiles
+        for size in (length, 3 * length, args.max_model_len - length):
+            prompt = rng.integers(3, vocab, size).tolist()
+            for tail in ([], [5] * (length // 2)):
+                generate(engine, [prompt + tail], 1)
+                if engine.kv is not None:
+                    forget(engine)
+    system = rng.integers(3, vocab, length // 2).tolist()
+    conversations = [system + rng.integers(3, vocab, 2 * length).tolist() for _ in range(12)]  # the most recent one last
+    totals, first, tokens = Counter(), defaultdict(list), 0
+    for turn in range(TURNS):
+        history = conversations.pop(-1 - min(int(rng.geometric(0.25)) - 1, 11))
+        engine = engines[turn % len(engines)]
+        before = _counts(engine)
+        output = generate(engine, [history], length // 8)[0]
+        if engine.kv is not None:
+            engine.kv.wait_saved()
+        source = Counter(_counts(engine))
+        source.subtract(before)
+        pages = (len(history) - 1) // 16
+        cached = output.num_cached_tokens // 16
+        found = {"device": cached - source["host"] - source["disk"], "host": source["host"], "disk": source["disk"]}
+        found["computed"] = pages - cached
+        totals.update(found)
+        first[max(found, key=found.get)].append((output.metrics.time_to_first_token, len(history)))
+        tokens += len(history)
+        grown = history + output.outputs[0].token_ids + rng.integers(3, vocab, length // 8).tolist()
+        conversations.append(grown if len(grown) < args.max_model_len - length // 4 else system + grown[-2 * length :])
+    pages = sum(totals.values())
+    print(f"    {tokens} prompt tokens; pages found: " + ", ".join(f"{n} {100 * c / pages:.1f} %" for n, c in totals.items()))
+    for name in ("computed", "disk", "host", "device"):
+        if first[name]:
+            seconds, sizes = (statistics.median(x) for x in zip(*first[name], strict=True))
+            print(f"    mostly {name:8} {len(first[name]):3} turns: median prompt {sizes:.0f} tokens, TTFT {1e3 * seconds:.1f} ms")
+    if engines[0].kv is not None:
+        s: Counter[str] = Counter()
+        for engine in engines:
+            s.update(engine.kv.stats())
+        print("    " + ", ".join(f"{k} {s[k]}" for k in ("saved", "loaded", "disk_written", "written_back", "dropped")))
+
+
+def _counts(engine) -> dict[str, int]:
+    s = {} if engine.kv is None else engine.kv.stats()
+    return {"host": s.get("host_hits", 0), "disk": s.get("disk_hits", 0)}
 
 
 SECTIONS = {"files": files, "orbax": orbax, "ttft": ttft, "snapshot": snapshot, "turns": turns}
