@@ -19,7 +19,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,18 +89,18 @@ def stages(specs: tuple, count: int) -> dict[str, Callable[[], Any]]:
     ready = source.gather([ids])[0]
     arrived = [target.receive(p, 0) for p in ready]
 
-    def write(payloads: list) -> Any:
+    def write(payloads: Iterable) -> Any:
         at = 0
         for payload in payloads:
+            payload.wait()  # as a completion engine does, which writes what has arrived
             target.scatter([(payload, to[at : at + payload.count])])
             at += payload.count
         return target.runner.caches
 
     return {
-        "hand-over": lambda: write([target.receive(p, 0) for p in source.gather([ids])[0]]),
+        "hand-over": lambda: write(target.receive(p, 0) for _, p in source.gathers([ids])),
         "plain copy": lambda: jax.device_put(flat, devices[last]),
         "gather": lambda: [p.arrays() for p in source.gather([ids])[0]],
-        "between devices": lambda: [target.receive(p, 0).arrays() for p in ready],
         "scatter": lambda: write(arrived),
         "memory": lambda: np.copyto(other, host),
     }
@@ -267,11 +267,11 @@ def plot(path: Path, rows: list[dict[str, Any]], results: dict[str, dict[str, li
 
 
 def print_bandwidth(rows: list[dict[str, Any]]) -> None:
-    print("| caches | blocks | MB | hand-over GB/s | plain copy | share | gather | between devices | scatter | memory |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| caches | blocks | MB | hand-over GB/s | plain copy | share | gather | scatter | memory |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         numbers = [f"{r['hand-over']:.2f}", f"{r['plain copy']:.2f}", f"{r['share']:.0%}"]
-        numbers += [f"{r[k]:.1f}" for k in ("gather", "between devices", "scatter", "memory")]
+        numbers += [f"{r[k]:.1f}" for k in ("gather", "scatter", "memory")]
         print(f"| {r['caches']} | {r['blocks']} | {r['MB']:.1f} | {' | '.join(numbers)} |")
 
 

@@ -3,7 +3,7 @@
 A `BlockMover` belongs to one engine's runner and knows its declared caches, not the model:
 
     mover = BlockMover(runner)                             # registers its programs: warm-up compiles them
-    for payload in mover.gather(per_rank_ids):             # enqueues, waits for nothing; payloads of <= max bucket blocks
+    for rank, payload in mover.gathers(per_rank_ids):      # enqueues, waits for nothing; payloads of <= max bucket blocks
         moved = target.receive(payload, rank)              # device to device, asynchronous; meshes, dp, ep and tp may differ
         ...
         if moved.ready():                                  # the bytes have arrived
@@ -13,13 +13,14 @@ A `BlockMover` belongs to one engine's runner and knows its declared caches, not
     payload = mover.from_host(arrays, rank)                # the way back, on that rank's devices
 
 `kind` is "blocks" (paged caches, ids are block ids) or "states" (per-sequence caches, ids are state rows); ids are local to
-a rank. `describe()` says what a block is, for whoever stores or receives it elsewhere (`Layout` in handoff.py compares it).
+a rank. `describe()` says what a block is, for whoever stores or receives it elsewhere (`make_layout` in handoff.py).
 
 Order on the device is program order: a gather reads what every step enqueued before it has written, and a step enqueued
 after it may overwrite the blocks. A payload is a copy, so pools and payload never share memory.
 
 Between meshes a payload travels device by device, so no transfer waits for its producer (a resharding device_put would). When
-tp differs, the split dimension is cut into lcm(tp, tp') pieces on the sending side: see `prepare_for`.
+tp differs, the split dimension is cut into lcm(tp, tp') pieces on the sending side: see `prepare_for`. Between CPU devices of
+one process nothing travels: the receiving side reads the payload where it lies (`BorrowedPayload`).
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax import kv_cache
-from deepinfer_jax.models.base import Caches, CacheSpec, PagedCache
+from deepinfer_jax.kv_layout import BlockLayout
+from deepinfer_jax.kv_programs import BlockPrograms
+from deepinfer_jax.models.base import Caches, CacheSpec
 from deepinfer_jax.parallel import rank_spec
-from deepinfer_jax.programs import ProgramKey
 
 BUCKETS = (4, 16, 64)
 """Blocks per payload. Rows past `count` are neither read nor written on CPU; elsewhere they cost bandwidth."""
 
-KINDS = ("blocks", "states")
+CACHED_BYTES = 16 << 20
+"""Of a payload on a CPU, at most (unless the smallest bucket is larger): it is read again soon, from the last-level cache then."""
 
 
 @dataclass(frozen=True)
 class Payload:
     """`count` blocks (or state rows) of every cache of a kind, on the devices of one DP rank, in a bucket of `size`.
 
-    pieces[cache][layer][t] is the tuple of single-device arrays on tensor-parallel device t: [size, *entry], the split
-    dimension cut into equal pieces (one, unless the two sides' tp differ).
+    pieces[cache][layer][t] is the tuple of one-device arrays on tensor-parallel device t: [size, *entry], the split dimension
+    cut into equal pieces (one, unless the two sides' tp differ). Rows from `count` on are undefined.
     """
 
     kind: str
@@ -76,110 +77,87 @@ class Payload:
         return sum(x.nbytes for x in self.arrays()) * self.count // self.size
 
 
-class BlockMover:
-    """Gathers, receives and scatters blocks of one engine. All calls but `to_host` only enqueue.
+@dataclass(frozen=True)
+class BorrowedPayload(Payload):
+    """Lies on CPU devices of this process other than those it is for, which read it there: memory is one, arrays are immutable
+    and kept alive by whoever reads them."""
+
+
+class BlockMover(BlockLayout):
+    """Gathers, receives and scatters blocks of one engine. All calls but `to_host` only enqueue, except that `scatter` waits for
+    a borrowed payload that is not ready.
 
     runner: a ModelRunner, or anything with its attributes cache_specs, caches, mesh, config, num_blocks, programs, placement.
     The caller serialises calls that touch the pools (gather, scatter) with the engine's steps; `receive` may run anywhere.
     """
 
     def __init__(self, runner: Any, buckets: Sequence[int] = BUCKETS) -> None:
+        super().__init__(runner.cache_specs, runner.config.axes, runner.config.block_size)
         self.runner = runner
-        self.axes, self.block_size = runner.config.axes, runner.config.block_size
-        self.buckets = tuple(sorted(buckets))
         self.ranks = len(runner.placement.local_ranks)
         self._whole = self.ranks == self.axes.dp  # one process owns all ranks: the pools are used as they are
         self.mesh = runner.mesh if self._whole else _local_mesh(runner)
         self._devices = self.mesh.devices.reshape(self.ranks, self.axes.tp)
-        self.specs = {
-            "blocks": tuple(s for s in runner.cache_specs if isinstance(s, PagedCache)),
-            "states": tuple(s for s in runner.cache_specs if not isinstance(s, PagedCache)),
-        }
+        self._on_cpu = self._devices[0, 0].platform == "cpu"
+        self.buckets = self._fitting(buckets)
+        self._programs = BlockPrograms(runner, self, self.mesh, self.ranks, self.buckets)
         self._cuts = {1}  # pieces per device that programs exist for
         self._dummies: dict[tuple, list] = {}
-        self._on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         for kind in self.kinds:
-            self._register(kind, 1)
+            self._programs.register(kind, 1)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds this model has."""
-        return tuple(k for k in KINDS if self.specs[k])
-
-    def describe(self) -> dict[str, Any]:
-        """What one block and one state row are, independent of mesh and tp: plain values, equal iff contents can be exchanged."""
-        return {
-            "block_size": self.block_size,
-            "caches": [
-                {
-                    "name": s.name,
-                    "kind": kind,
-                    "layers": s.layers,
-                    "entry": list(self._entry(kind, s)),
-                    "dtype": np.dtype(s.dtype).name,
-                }
-                for kind in self.kinds
-                for s in self.specs[kind]
-            ],
-        }
-
-    def block_bytes(self, kind: str = "blocks") -> int:
-        """Bytes of one block (or state row) over all layers and caches, one copy."""
-        return sum(s.layers * math.prod(self._entry(kind, s)) * np.dtype(s.dtype).itemsize for s in self.specs[kind])
+    def _fitting(self, buckets: Sequence[int]) -> tuple[int, ...]:
+        first, *rest = sorted(buckets)
+        most = max(self.block_bytes(kind) for kind in self.kinds)
+        return (first, *(b for b in rest if not self._on_cpu or b * most <= CACHED_BYTES))
 
     def device_row(self, rank: int) -> list[jax.Device]:
         """The tensor-parallel devices of a local rank, in the order of a payload's pieces."""
         return list(self._devices[rank])
 
-    def shard_shape(self, kind: str, spec: CacheSpec, size: int) -> tuple[int, ...]:
-        """Shape of one device's array of a payload whose bucket is `size`, uncut."""
-        shape = [size, *self._entry(kind, spec)]
-        if spec.tp_dim is not None:
-            shape[self._split_dim(kind, spec)] //= self.axes.tp
-        return tuple(shape)
-
-    def row_shapes(self, kind: str = "blocks") -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """{cache: ((layers, *entry), dtype)}: one block (or state row) in `to_host`'s arrays."""
-        return {s.name: ((s.layers, *self._entry(kind, s)), np.dtype(s.dtype)) for s in self.specs[kind]}
-
-    def _entry(self, kind: str, spec: CacheSpec) -> tuple[int, ...]:
-        return (self.block_size, *spec.entry_shape) if kind == "blocks" else tuple(spec.shape)
+    def prepare_for(self, peer_tp: int) -> int:
+        """Compiles, once, what a peer with another tp needs; returns `cut` for gather(). At connect, not in steady state."""
+        cut = math.lcm(self.axes.tp, peer_tp) // self.axes.tp
+        if cut not in self._cuts:
+            self.check_cut(cut)
+            self._cuts.add(cut)
+            for kind in self.kinds:
+                self._programs.compile(kind, cut)
+        return cut
 
     # ---- device side -----------------------------------------------------------------------------------------------
 
     def gather(self, per_rank_ids: Sequence[Sequence[int]], kind: str = "blocks", cut: int = 1) -> list[list[Payload]]:
         """Copies blocks out of the pools. per_rank_ids: one list per local rank. Returns, per rank, payloads that hold its
         ids in order, each of at most the largest bucket. cut: pieces per device (see `prepare_for`)."""
+        out: list[list[Payload]] = [[] for _ in per_rank_ids]
+        for rank, payload in self.gathers(per_rank_ids, kind, cut):
+            out[rank].append(payload)
+        return out
+
+    def gathers(self, per_rank_ids: Sequence[Sequence[int]], kind: str = "blocks", cut: int = 1) -> Iterator[tuple[int, Payload]]:
+        """gather() one by one, as (rank, payload): what is sent on at once is still in the cache when it is written."""
         if len(per_rank_ids) != self.ranks:
             raise ValueError(f"{len(per_rank_ids)} lists of {kind} for {self.ranks} local ranks")
-        out: list[list[Payload]] = [[] for _ in per_rank_ids]
-        for at, size in self._pieces(max(map(len, per_rank_ids))):
+        for at, size in self._buckets_for(max(map(len, per_rank_ids))):
             parts = [list(ids[at : at + size]) for ids in per_rank_ids]
-            row = self._row(parts, size)
-            program = self.runner.programs.get(self._key(f"gather_{kind}", size, cut))
-            arrays = program(self._local(self.runner.caches, kind), row)
-            by_rank = self._split(kind, arrays)
-            for rank, part in enumerate(parts):
-                if part:
-                    out[rank].append(Payload(kind, rank, len(part), size, by_rank[rank]))
-        return out
+            arrays = self._programs.gather(kind, size, cut)(self._local(self.runner.caches, kind), self._row(parts, size))
+            for rank, pieces in enumerate(self._split(kind, arrays)):
+                if parts[rank]:
+                    yield rank, Payload(kind, rank, len(parts[rank]), size, pieces)
 
     def receive(self, payload: Payload, rank: int) -> Payload:
         """Sends another mover's payload to the devices of local rank `rank` of this one; asynchronous. Thread-safe."""
         if payload.size not in self.buckets:
             raise ValueError(f"a payload of {payload.size} blocks fits none of this side's buckets {self.buckets}")
-        sources, targets, shape = [], [], {}
-        for spec in self.specs[payload.kind]:
-            layers = []
-            for layer in payload.pieces[spec.name]:
-                placed = _assign(layer, self.axes.tp, spec.tp_dim is not None)
-                layers.append(placed)
-                for t, pieces in enumerate(placed):
-                    sources += pieces
-                    targets += [self._devices[rank, t]] * len(pieces)
-            shape[spec.name] = tuple(layers)
-        moved = iter(jax.device_put(sources, targets))
-        return Payload(payload.kind, rank, payload.count, payload.size, jax.tree.map(lambda _: next(moved), shape))
+        shape = {
+            spec.name: tuple(_assign(layer, self.axes.tp, spec.tp_dim is not None) for layer in payload.pieces[spec.name])
+            for spec in self.specs[payload.kind]
+        }
+        if self._on_cpu and _platform_of(payload) == "cpu":
+            return BorrowedPayload(payload.kind, rank, payload.count, payload.size, shape)
+        sources, targets = zip(*((p, self._devices[rank, t]) for t, p in _leaves(shape)), strict=True)
+        return Payload(payload.kind, rank, payload.count, payload.size, _refill(shape, jax.device_put(sources, targets)))
 
     def scatter(self, items: Sequence[tuple[Payload, Sequence[int]]]) -> None:
         """Writes payloads into the pools: (payload on one of this mover's ranks, one block id per row; -1: drop that row).
@@ -198,26 +176,13 @@ class BlockMover:
             left = later
 
     def _scatter_round(self, kind: str, size: int, cut: int, chosen: Mapping[int, tuple[Payload, Sequence[int]]]) -> None:
-        parts: list[Sequence[int]] = [[] for _ in range(self.ranks)]
-        for rank, (payload, ids) in chosen.items():
+        for payload, ids in chosen.values():
             if len(ids) != payload.count:
                 raise ValueError(f"{len(ids)} ids for a payload of {payload.count} {kind}")
-            parts[rank] = ids
-        program = self.runner.programs.get(self._key(f"scatter_{kind}", size, cut))
-        arrays = self._join(kind, size, cut, {rank: p for rank, (p, _) in chosen.items()})
-        written = program(self._local(self.runner.caches, kind), arrays, self._target_row(kind, parts, size))
+        arrays = self._join(kind, size, cut, {rank: payload for rank, (payload, _) in chosen.items()})
+        row = self._target_row(kind, {rank: ids for rank, (_, ids) in chosen.items()}, size)
+        written = self._programs.scatter(kind, size, cut)(self._local(self.runner.caches, kind), arrays, row)
         self.runner.caches = {**self.runner.caches, **self._global(written)}
-
-    def prepare_for(self, peer_tp: int) -> int:
-        """Compiles, once, what a peer with another tp needs; returns `cut` for gather(). At connect, not in steady state."""
-        cut = math.lcm(self.axes.tp, peer_tp) // self.axes.tp
-        if cut not in self._cuts:
-            self._check_cut(cut)
-            self._cuts.add(cut)
-            for kind in self.kinds:
-                for key in self._register(kind, cut):
-                    self.runner.programs.put(key, self.runner.programs.lower(key).compile())
-        return cut
 
     # ---- host side -------------------------------------------------------------------------------------------------
 
@@ -228,7 +193,7 @@ class BlockMover:
         out = {}
         for spec in self.specs[payload.kind]:
             split = spec.tp_dim is not None and self.axes.tp * _cut_of(payload) > 1
-            dim = self._split_dim(payload.kind, spec) if split else 0
+            dim = self.split_dim(payload.kind, spec) if split else 0
             layers = []
             for devices in payload.pieces[spec.name]:
                 pieces = [np.asarray(p)[: payload.count] for device in devices for p in device]
@@ -237,7 +202,8 @@ class BlockMover:
         return out
 
     def from_host(self, arrays: Mapping[str, np.ndarray], rank: int, kind: str = "blocks") -> list[Payload]:
-        """Payloads on local rank `rank` from `to_host` arrays of any number of blocks, in order; asynchronous."""
+        """Payloads on local rank `rank` from `to_host` arrays of any number of blocks, in order; asynchronous. On a CPU a payload
+        may use the arrays' own memory: leave them unchanged."""
         counts = {len(arrays[s.name]) for s in self.specs[kind]}
         if len(counts) != 1:
             raise ValueError(f"caches of different lengths: { {n: len(a) for n, a in arrays.items()} }")
@@ -248,7 +214,7 @@ class BlockMover:
                 raise ValueError(
                     f"cache {spec.name!r}: got {given.dtype} of shape {given.shape[1:]}, expected {np.dtype(spec.dtype)} {expected}"
                 )
-        return [self._put(arrays, rank, kind, at, size) for at, size in self._pieces(counts.pop())]
+        return [self._put(arrays, rank, kind, at, size) for at, size in self._buckets_for(counts.pop())]
 
     def _put(self, arrays: Mapping[str, np.ndarray], rank: int, kind: str, at: int, size: int) -> Payload:
         tp, sources, targets, shape, count = self.axes.tp, [], [], {}, 0
@@ -261,123 +227,16 @@ class BlockMover:
             for layer in range(spec.layers):
                 whole = np.ascontiguousarray(rows[:, layer])
                 split = spec.tp_dim is not None and tp > 1
-                parts = np.split(whole, tp, axis=self._split_dim(kind, spec)) if split else [whole] * tp
+                parts = np.split(whole, tp, axis=self.split_dim(kind, spec)) if split else [whole] * tp
                 sources += [np.ascontiguousarray(p) for p in parts]
-                targets += list(self._devices[rank])
+                targets += self.device_row(rank)
                 layers.append(tuple((None,) for _ in parts))
             shape[spec.name] = tuple(layers)
-        moved = iter(jax.device_put(sources, targets))
-        pieces = {n: tuple(tuple((next(moved),) for _ in devices) for devices in layers) for n, layers in shape.items()}
-        return Payload(kind, rank, count, size, pieces)
-
-    # ---- programs --------------------------------------------------------------------------------------------------
-
-    def _key(self, name: str, size: int, cut: int) -> ProgramKey:
-        return ProgramKey(name if cut == 1 else f"{name}_cut{cut}", size)
-
-    def _register(self, kind: str, cut: int) -> list[ProgramKey]:
-        """Makes the programs known to the runner's table, which compiles them at warm-up."""
-        keys = []
-        for size in self.buckets:
-            for name, function in (("gather", self._lower_gather), ("scatter", self._lower_scatter)):
-                key = self._key(f"{name}_{kind}", size, cut)
-                self.runner.programs.register(key, lambda f=function, size=size: f(kind, size, cut))
-                keys.append(key)
-        return keys
-
-    def _check_cut(self, cut: int) -> None:
-        for kind in self.kinds:
-            for spec in self.specs[kind]:
-                if spec.tp_dim is None:
-                    continue
-                width = (spec.entry_shape if isinstance(spec, PagedCache) else spec.shape)[spec.tp_dim]
-                if width % (self.axes.tp * cut):
-                    raise ValueError(f"cache {spec.name!r}: dimension of {width} cannot be cut into {self.axes.tp * cut} pieces")
-
-    def _split_dim(self, kind: str, spec: CacheSpec) -> int:
-        """Dimension of a [size, *entry] array that tp splits."""
-        return spec.tp_dim + (2 if kind == "blocks" else 1)
-
-    def _num_pieces(self, spec: CacheSpec, cut: int) -> int:
-        return 1 if spec.tp_dim is None else cut
-
-    def _payload_spec(self, kind: str, spec: CacheSpec) -> P:
-        dims: list[str | None] = [None] * len(self._entry(kind, spec))
-        if spec.tp_dim is not None and self.axes.tp > 1:
-            dims[self._split_dim(kind, spec) - 1] = self.axes.tp_axis
-        return P(self.axes.dp_axes, *dims)
-
-    def _payload_specs(self, kind: str, cut: int) -> dict[str, tuple[tuple[P, ...], ...]]:
-        return {s.name: ((self._payload_spec(kind, s),) * self._num_pieces(s, cut),) * s.layers for s in self.specs[kind]}
-
-    def _cache_specs(self, kind: str) -> dict[str, tuple[P, ...]]:
-        return kv_cache.cache_specs_tree(self.specs[kind], self.axes)
-
-    def _lower_gather(self, kind: str, size: int, cut: int) -> Any:
-        def body(caches: Caches, row: jax.Array) -> dict[str, tuple[tuple[jax.Array, ...], ...]]:
-            names, ids, count = list(caches), row[:size], row[size]
-            taken = _take([x for n in names for x in caches[n]], ids, count, self._on_cpu)
-            taken = iter(taken)
-            return {s.name: tuple(self._cut(kind, s, next(taken), cut) for _ in range(s.layers)) for s in self.specs[kind]}
-
-        specs = (self._cache_specs(kind), rank_spec(self.axes))
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=self._payload_specs(kind, cut), check_vma=False)
-        return jax.jit(mapped).lower(self._abstract_pools(kind), self._abstract_row(size))
-
-    def _lower_scatter(self, kind: str, size: int, cut: int) -> Any:
-        def body(caches: Caches, payload, row: jax.Array) -> Caches:
-            ids, sources, count = row[:size], row[size : 2 * size], row[2 * size]
-            pools = [x for s in self.specs[kind] for x in caches[s.name]]
-            rows = [self._join_pieces(kind, s, pieces) for s in self.specs[kind] for pieces in payload[s.name]]
-            written = iter(_write(pools, ids, sources, rows, count, self._on_cpu))
-            return {s.name: tuple(next(written) for _ in range(s.layers)) for s in self.specs[kind]}
-
-        caches = self._cache_specs(kind)
-        specs = (caches, self._payload_specs(kind, cut), rank_spec(self.axes))
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=caches, check_vma=False)
-        args = (self._abstract_pools(kind), self._abstract_payload(kind, size, cut), self._abstract_row(2 * size))
-        return jax.jit(mapped, donate_argnums=(0,)).lower(*args)
-
-    def _cut(self, kind: str, spec: CacheSpec, rows: jax.Array, cut: int) -> tuple[jax.Array, ...]:
-        pieces = self._num_pieces(spec, cut)
-        return (rows,) if pieces == 1 else tuple(jnp.split(rows, pieces, axis=self._split_dim(kind, spec)))
-
-    def _join_pieces(self, kind: str, spec: CacheSpec, pieces: Sequence[jax.Array]) -> jax.Array:
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=self._split_dim(kind, spec))
-
-    def _abstract_pools(self, kind: str) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        slots = self.runner.programs.num_state_slots
-        out = {}
-        for s in self.specs[kind]:
-            shape = kv_cache.pool_shape(s, self.axes, self.runner.num_blocks, self.block_size, slots)
-            shape = (shape[0] // self.axes.dp * self.ranks, *shape[1:])
-            out[s.name] = (jax.ShapeDtypeStruct(shape, s.dtype, sharding=self._sharding(kv_cache.pool_spec(s, self.axes))),) * s.layers
-        return out
-
-    def _abstract_payload(self, kind: str, size: int, cut: int) -> dict[str, Any]:
-        out = {}
-        for s in self.specs[kind]:
-            piece = jax.ShapeDtypeStruct(
-                self._piece_shape(kind, s, size, cut), s.dtype, sharding=self._sharding(self._payload_spec(kind, s))
-            )
-            out[s.name] = ((piece,) * self._num_pieces(s, cut),) * s.layers
-        return out
-
-    def _piece_shape(self, kind: str, spec: CacheSpec, size: int, cut: int) -> tuple[int, ...]:
-        shape = [self.ranks * size, *self._entry(kind, spec)]
-        if spec.tp_dim is not None:
-            shape[self._split_dim(kind, spec)] //= cut
-        return tuple(shape)
-
-    def _abstract_row(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.ranks * (size + 1),), jnp.int32, sharding=self._sharding(rank_spec(self.axes)))
-
-    def _sharding(self, spec: P) -> NamedSharding:
-        return NamedSharding(self.mesh, spec)
+        return Payload(kind, rank, count, size, _refill(shape, jax.device_put(sources, targets)))
 
     # ---- between global arrays and the devices of one rank ---------------------------------------------------------
 
-    def _pieces(self, count: int) -> Iterator[tuple[int, int]]:
+    def _buckets_for(self, count: int) -> Iterator[tuple[int, int]]:
         """(start, bucket) pairs that cover `count` rows: largest buckets first, the rest in one that holds it."""
         at, largest = 0, self.buckets[-1]
         while at < count:
@@ -386,60 +245,73 @@ class BlockMover:
             yield at, size
             at += size
 
-    def _row(self, parts: Sequence[Sequence[int]], size: int) -> jax.Array:
+    def _row(self, parts: Sequence[Sequence[int]], size: int) -> Any:
         """Per rank: `size` ids (0: padding) and how many of them count."""
         row = np.zeros((self.ranks, size + 1), np.int32)
         for line, ids in zip(row, parts, strict=True):
             line[: len(ids)] = ids
             line[size] = len(ids)
-        return jax.device_put(row.reshape(-1), self._sharding(rank_spec(self.axes)))
+        return self._placed_row(row)
 
-    def _target_row(self, kind: str, parts: Sequence[Sequence[int]], size: int) -> jax.Array:
-        """Per rank: `size` target ids, the payload row that each gets, and how many of them count. Where XLA's scatter is used
-        every row is written, so there dropped rows and padding point past the pool."""
-        limit = self.runner.num_blocks if kind == "blocks" else self.runner.programs.num_state_slots
-        row = np.full((self.ranks, 2 * size + 1), limit, np.int32)
-        for line, ids in zip(row, parts, strict=True):
+    def _target_row(self, kind: str, parts: Mapping[int, Sequence[int]], size: int) -> Any:
+        """Per rank: `size` target ids; dropped rows and padding point past the pool."""
+        limit = self._programs.limit(kind)
+        row = np.full((self.ranks, size), limit, np.int32)
+        for rank, ids in parts.items():
             ids = np.asarray(ids, np.int32).reshape(-1)
-            live = np.flatnonzero(ids >= 0)
-            if self._on_cpu:
-                line[: len(live)], line[size : size + len(live)] = ids[live], live
-            else:
-                line[live] = ids[live]
-            line[-1] = len(live)
-        return jax.device_put(row.reshape(-1), self._sharding(rank_spec(self.axes)))
+            row[rank, : len(ids)] = np.where(ids >= 0, ids, limit)
+        return self._placed_row(row)
+
+    def _placed_row(self, row: np.ndarray) -> Any:
+        row = row.reshape(-1)
+        if self._on_cpu and self.mesh.size == 1:
+            return row  # as it is: XLA reads it where it lies
+        return jax.device_put(row, self._programs.sharding(rank_spec(self.axes)))
 
     def _split(self, kind: str, arrays: dict[str, Any]) -> list[dict[str, Any]]:
         """Per local rank, the pieces of `gather`'s global arrays on its devices."""
+        if self.mesh.size == 1:
+            return [{name: tuple((pieces,) for pieces in layers) for name, layers in arrays.items()}]
         shards = jax.tree.map(lambda x: {s.device: s.data for s in x.addressable_shards}, arrays)
-        out = []
-        for devices in self._devices:
-            one = {
+        return [
+            {
                 s.name: tuple(tuple(tuple(piece[d] for piece in layer) for d in devices) for layer in shards[s.name])
                 for s in self.specs[kind]
             }
-            out.append(one)
-        return out
+            for devices in self._devices
+        ]
 
     def _join(self, kind: str, size: int, cut: int, payloads: Mapping[int, Payload]) -> dict[str, Any]:
-        """Global arrays whose shards are the payloads' arrays; ranks without one get zeros that stay unwritten."""
+        """What `scatter`'s program takes: the payloads' arrays as shards; ranks without one get zeros that stay unwritten."""
+        pieces = {rank: self._here(payload) for rank, payload in payloads.items()}
+        if self.mesh.size == 1:
+            return {name: tuple(devices[0] for devices in layers) for name, layers in pieces[0].items()}
         blank = self._blank(kind, size, cut) if len(payloads) < self.ranks else None
         out = {}
         for s in self.specs[kind]:
-            shape, sharding = self._piece_shape(kind, s, size, cut), self._sharding(self._payload_spec(kind, s))
-            layers = []
+            whole, layers = self._programs.piece(kind, s, size, cut), []
             for layer in range(s.layers):
-                pieces = []
-                for j in range(self._num_pieces(s, cut)):
+                joined = []
+                for j in range(self.num_pieces(s, cut)):
                     parts = [
-                        payloads[r].pieces[s.name][layer][t][j] if r in payloads else blank[s.name][r][t][j]
+                        pieces[r][s.name][layer][t][j] if r in pieces else blank[s.name][r][t][j]
                         for r in range(self.ranks)
                         for t in range(self.axes.tp)
                     ]
-                    pieces.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
-                layers.append(tuple(pieces))
+                    joined.append(jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, parts))
+                layers.append(tuple(joined))
             out[s.name] = tuple(layers)
         return out
+
+    def _here(self, payload: Payload) -> dict[str, Any]:
+        """A payload's pieces for this side's devices. Of a borrowed one: NumPy's views of them, which XLA takes without copying
+        (here for many devices, with the program's call for one), and which keep the memory until it is done with it."""
+        if not isinstance(payload, BorrowedPayload):
+            return payload.pieces
+        views = [np.asarray(p) for _, p in _leaves(payload.pieces)]
+        if self.mesh.size > 1:
+            views = jax.device_put(views, [self._devices[payload.rank, t] for t, _ in _leaves(payload.pieces)])
+        return _refill(payload.pieces, views)
 
     def _blank(self, kind: str, size: int, cut: int) -> dict[str, Any]:
         """Zero pieces [rank][t][piece], the same for all layers of a cache; kept."""
@@ -447,12 +319,8 @@ class BlockMover:
         if key not in self._dummies:
             out = {}
             for s in self.specs[kind]:
-                shape = list(self._piece_shape(kind, s, size, cut))
-                shape[0] = size
-                if s.tp_dim is not None:
-                    shape[self._split_dim(kind, s)] //= self.axes.tp
-                zeros = np.zeros(shape, s.dtype)
-                out[s.name] = [[[jax.device_put(zeros, d)] * self._num_pieces(s, cut) for d in row] for row in self._devices]
+                zeros = np.zeros(self.piece_shape(kind, s, size, cut * self.axes.tp), s.dtype)
+                out[s.name] = [[[jax.device_put(zeros, d)] * self.num_pieces(s, cut) for d in row] for row in self._devices]
             self._dummies[key] = out
         return self._dummies[key]
 
@@ -504,27 +372,17 @@ def _cut_of(payload: Payload) -> int:
     return max(len(layers[0][0]) for layers in payload.pieces.values())
 
 
-def _take(pools: Sequence[jax.Array], ids: jax.Array, count: jax.Array, on_cpu: bool) -> list[jax.Array]:
-    """Rows `ids` of every pool. On CPU only `count` of them, copied one by one: XLA's gather is slower there."""
-    if not on_cpu:
-        return [pool[ids] for pool in pools]
-    out = tuple(jnp.zeros((ids.shape[0], *pool.shape[1:]), pool.dtype) for pool in pools)
-
-    def one(i, out):
-        rows = [jax.lax.dynamic_slice_in_dim(pool, ids[i], 1) for pool in pools]
-        return tuple(jax.lax.dynamic_update_slice_in_dim(o, row, i, 0) for o, row in zip(out, rows, strict=True))
-
-    return list(jax.lax.fori_loop(0, count, one, out))
+def _platform_of(payload: Payload) -> str:
+    (first, *_), *_ = next(iter(payload.pieces.values()))[0]
+    return next(iter(first.devices())).platform
 
 
-def _write(pools, ids: jax.Array, sources: jax.Array, rows, count: jax.Array, on_cpu: bool) -> list[jax.Array]:
-    """Pools with rows written at `ids`. On CPU rows `sources` one by one (XLA's scatter takes 15 times as long there), elsewhere
-    row i at ids[i], where ids out of range are dropped."""
-    if not on_cpu:
-        return [pool.at[ids].set(row, mode="drop") for pool, row in zip(pools, rows, strict=True)]
+def _leaves(pieces: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+    """(tensor-parallel device's number, leaf), in the order of `_refill`."""
+    return ((t, p) for layers in pieces.values() for layer in layers for t, pieces in enumerate(layer) for p in pieces)
 
-    def one(i, pools):
-        taken = [jax.lax.dynamic_slice_in_dim(row, sources[i], 1) for row in rows]
-        return tuple(jax.lax.dynamic_update_slice_in_dim(pool, row, ids[i], 0) for pool, row in zip(pools, taken, strict=True))
 
-    return list(jax.lax.fori_loop(0, count, one, tuple(pools)))
+def _refill(pieces: dict[str, Any], leaves: Sequence[Any]) -> dict[str, Any]:
+    """The same nest with other leaves."""
+    it = iter(leaves)
+    return {n: tuple(tuple(tuple(next(it) for _ in p) for p in layer) for layer in layers) for n, layers in pieces.items()}

@@ -34,9 +34,9 @@ ARGS = {
 LLAMA = Golden("llama")
 
 
-def folder_with_tokenizer(path: Path) -> Path:
-    """The llama fixture with a tokenizer whose token i reads "ti "."""
-    shutil.copytree(GOLDEN / "llama", path)
+def folder_with_tokenizer(path: Path, name: str = "llama") -> Path:
+    """A fixture's checkpoint with a tokenizer whose token i reads "ti "."""
+    shutil.copytree(GOLDEN / name, path)
     backend = tokenizers.Tokenizer(models.BPE(vocab={f"▁t{i}": i for i in range(512)}, merges=[], unk_token="▁t0"))
     backend.decoder = decoders.Metaspace()
     backend.save(str(path / "tokenizer.json"))
@@ -62,6 +62,25 @@ def apart(folder):
         llm.engine.check_integrity()
 
 
+@pytest.fixture(scope="module")
+def both_llama(normal, apart):
+    return normal, apart, LLAMA
+
+
+@pytest.fixture(scope="module")
+def both_deepseek_v3(tmp_path_factory):
+    """Latent attention, experts, and blocks of another shape."""
+    folder = str(folder_with_tokenizer(tmp_path_factory.mktemp("deepseek") / "v3", "deepseek_v3"))
+    with LLM(folder, **ARGS) as one, LLM(folder, disaggregate="1P:1D", **ARGS) as two:
+        yield one, two, Golden("deepseek_v3")
+
+
+@pytest.fixture(params=["llama", "deepseek_v3"])
+def both(request):
+    """(NORMAL, PROMPT+COMPLETION, the reference) of a model."""
+    return request.getfixturevalue(f"both_{request.param}")
+
+
 def strip(output):
     """What must agree: everything but times and ids."""
     completions = [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs) for c in output.outputs]
@@ -79,7 +98,12 @@ def assert_same(normal, apart, prompts, params) -> list:
     return got
 
 
-SEVERAL = [LLAMA.prompts[i] for i in (0, 1, 2, 3, 3, 1)]  # longer than a step: chunked; twice the same: prefix hits
+def several(golden: Golden) -> list[list[int]]:
+    """Longer than a step: chunked; twice the same: prefix hits."""
+    return [golden.prompts[i] for i in (0, 1, 2, 3, 3, 1)]
+
+
+SEVERAL = several(LLAMA)
 
 CASES = {
     "greedy": GREEDY,
@@ -101,30 +125,37 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_equal_those_of_one_engine(normal, apart, name):
-    got = assert_same(normal, apart, SEVERAL, CASES[name])
-    for prompt, output in zip(SEVERAL, got, strict=True):
+def test_tokens_equal_those_of_one_engine(both, name):
+    normal, apart, golden = both
+    prompts = several(golden)
+    assert max(map(len, prompts)) > ARGS["max_num_batched_tokens"]
+    got = assert_same(normal, apart, prompts, CASES[name])
+    for prompt, output in zip(prompts, got, strict=True):
         want = CASES[name].max_tokens if CASES[name].max_tokens is not None else 128 - len(prompt)
         if CASES[name].ignore_eos:
             assert all(len(c.token_ids) == want for c in output.outputs), "max_tokens is exact"
 
 
-def test_greedy_equals_the_reference(apart):
-    outputs = apart.generate(LLAMA.prompts, GREEDY, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == LLAMA.greedy
+def test_greedy_equals_the_reference(both):
+    _, apart, golden = both
+    outputs = apart.generate(golden.prompts, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == golden.greedy
 
 
-def test_stop_strings_wherever_they_end(normal, apart):
-    greedy = LLAMA.greedy[2]
+def test_stop_strings_wherever_they_end(both):
+    normal, apart, golden = both
+    greedy = golden.greedy[2]
     text = lambda a, b: " ".join(f"t{t}" for t in greedy[a:b])  # noqa: E731
     first = f"t{greedy[0]}"
     for stop in ([first], [text(0, 2)], [text(1, 3)], [text(4, 6), "nowhere"], ["nowhere"]):
         for include in (False, True):
             params = GREEDY.replace(stop=stop, include_stop_str_in_output=include)
-            assert_same(normal, apart, [LLAMA.prompts[2]], params)
+            got = assert_same(normal, apart, [golden.prompts[2]], params)[0].outputs[0]
+            assert got.finish_reason == ("length" if stop == ["nowhere"] else "stop")
 
 
-def test_prefix_hits_are_reported(apart):
+def test_prefix_hits_are_reported(both):
+    _, apart, _ = both
     prompt = [9] * 40
     apart.generate([prompt], GREEDY, use_tqdm=False)
     again = apart.generate([prompt], GREEDY, use_tqdm=False)[0]
@@ -212,16 +243,24 @@ def test_the_demo_model_apart():
         if "cannot download" not in str(error):
             raise
         pytest.skip(str(error))
-    small = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 40, "max_num_batched_tokens": 128, "max_logprobs": 0}
-    small |= {"prefill_buckets": (128,), "decode_buckets": (4,), "enable_penalties": False, "warm_up": False}
-    prompts = ["The capital of France is", "Once upon a time there was"]
-    with LLM(str(folder), **small) as one, LLM(str(folder), disaggregate="1P:1D", **small) as two:
-        params = SamplingParams(temperature=0.0, max_tokens=12, stop=["xyzzy"])
-        a, b = (llm.generate(prompts, params, use_tqdm=False) for llm in (one, two))
-    assert [(o.prompt, o.outputs[0].text, o.outputs[0].token_ids) for o in a] == [
-        (o.prompt, o.outputs[0].text, o.outputs[0].token_ids) for o in b
+    small = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 40, "max_num_batched_tokens": 32, "max_logprobs": 2}
+    small |= {"prefill_buckets": (32,), "decode_buckets": (4,), "chunked_prefill": True, "enable_prefix_caching": True, "warm_up": False}
+    long = "Water boils at one hundred degrees, ice melts at zero, and gold melts at more than a thousand. " * 2
+    prompts = ["The capital of France is", long + "Iron melts at", long + "Lead melts at", "Once upon a time there was"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, stop=["xyzzy"], logprobs=2)
+    params = [
+        greedy,
+        greedy.replace(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=11, max_tokens=12, ignore_eos=True),
+        greedy.replace(temperature=1.0, n=2),
     ]
-    assert "Paris" in b[0].outputs[0].text
+    with LLM(str(folder), **small) as one, LLM(str(folder), disaggregate="1P:1D", **small) as two:
+        first = assert_same(one, two, prompts, params)
+        again = assert_same(one, two, prompts, params[:1] * 4)  # prefix hits
+        assert [o.num_cached_tokens >= 32 for o in again] == [False, True, True, False]
+        words = first[3].outputs[0].text.split()
+        assert_same(one, two, prompts[3:], params[3].replace(stop=[" ".join(words[1:3])]))
+    assert "Paris" in first[0].outputs[0].text
 
 
 # ---- meshes ---------------------------------------------------------------------------------------------------------------

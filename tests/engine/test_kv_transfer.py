@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_runner import fake_runner
 
-from deepinfer_jax.kv_transfer import BlockMover
+from deepinfer_jax import kv_transfer
+from deepinfer_jax.kv_transfer import BlockMover, BorrowedPayload
+from deepinfer_jax.models.base import PagedCache
 
 
 def rows(runner, kind):
@@ -19,19 +22,7 @@ def pool_at(runner, name, layer, rank):
     return pool.reshape(runner.config.axes.dp, -1, *pool.shape[1:])[rank]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (dict(), dict(first_device=1)),
-        (dict(), dict()),  # both on one device
-        (dict(dp=2), dict(dp=4, ep=2, first_device=2)),
-        (dict(dp=4, ep=4), dict(dp=2, first_device=4)),
-        (dict(tp=2), dict(first_device=2)),
-        (dict(dp=2), dict(dp=2, tp=2, first_device=4)),
-        (dict(tp=4), dict(tp=2, dp=2, first_device=4)),
-    ],
-)
-def test_any_mesh_to_any_mesh(source, target):
+def check_move(source, target):
     a, b = fake_runner(**source, seed=1), fake_runner(**target, seed=2, num_blocks=20)
     before = {n: [x.copy() for x in layers] for n, layers in b.host.items()}
     send, receive = BlockMover(a, (2, 4)), BlockMover(b, (2, 4))
@@ -57,6 +48,58 @@ def test_any_mesh_to_any_mesh(source, target):
         for layer, expected in enumerate(layers):
             for rank in range(b.config.axes.dp):
                 np.testing.assert_array_equal(pool_at(b, name, layer, rank), expected[rank], err_msg=f"{name} {layer} {rank}")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (dict(), dict(first_device=1)),
+        (dict(), dict()),  # both on one device
+        (dict(dp=2), dict(dp=4, ep=2, first_device=2)),
+        (dict(dp=4, ep=4), dict(dp=2, first_device=4)),
+        (dict(tp=2), dict(first_device=2)),
+        (dict(dp=2), dict(dp=2, tp=2, first_device=4)),
+        (dict(tp=4), dict(tp=2, dp=2, first_device=4)),
+    ],
+)
+def test_any_mesh_to_any_mesh(source, target):
+    check_move(source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), [(dict(), dict(first_device=1)), (dict(tp=2), dict(tp=4, first_device=4))])
+def test_devices_with_memories_of_their_own(source, target, monkeypatch):
+    """What runs on GPUs: their gather and scatter, and copies between devices."""
+    monkeypatch.setenv("DEEPINFER_KERNELS", "take_blocks=xla,put_blocks=xla")
+    monkeypatch.setattr(kv_transfer, "_platform_of", lambda payload: "cuda")
+    check_move(source, target)
+
+
+@pytest.mark.parametrize("target", [dict(first_device=1), dict(dp=2, first_device=1), dict(tp=2, first_device=1)], ids=str)
+def test_between_cpu_devices_of_a_process_nothing_is_copied(target):
+    a, b = fake_runner(seed=1), fake_runner(**target)
+    send, receive = BlockMover(a, (4,)), BlockMover(b, (4,))
+    (payload,) = send.gather([[7, 1, 3]], cut=send.prepare_for(b.config.axes.tp))[0]
+    moved = receive.receive(payload, 0)
+    sent = {x.unsafe_buffer_pointer() for x in payload.arrays()}
+    assert isinstance(moved, BorrowedPayload) and {x.unsafe_buffer_pointer() for x in moved.arrays()} == sent
+    for devices in receive._here(moved)["k"]:  # what the scatter's program is given
+        for device, (x,) in zip(receive.device_row(0), devices, strict=True):
+            if receive.mesh.size > 1:
+                assert x.devices() == {device} and x.unsafe_buffer_pointer() in sent
+            else:
+                assert isinstance(x, np.ndarray) and x.ctypes.data in sent
+    del payload, devices, x
+    receive.scatter([(moved, [4, 0, 9])])
+    del moved  # the memory lives on until it is read
+    send.gather([[0, 0, 0]])
+    for layer in range(2):
+        np.testing.assert_array_equal(pool_at(b, "k", layer, 0)[[4, 0, 9]], a.host["k"][layer][0][[7, 1, 3]])
+
+
+def test_payloads_stay_in_the_cache():
+    specs = (PagedCache("k", 4, (1, 2**18), jnp.float32),)  # 16 MB a block
+    assert BlockMover(fake_runner(specs=specs, num_blocks=1), (1, 2, 4)).buckets == (1,)
+    assert BlockMover(fake_runner(), (64, 4, 16)).buckets == (4, 16, 64)
 
 
 def test_several_ranks_in_one_transfer():
