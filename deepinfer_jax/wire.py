@@ -3,7 +3,7 @@
 A message is one msgpack frame (`encode`/`decode`), followed by payload frames where its type says so. Who talks to whom:
 
     engine -> router    Hello, then Place, Unplace, Progress, Prefilled, HandedOver, HandOverFailed, Result, Draining, Ping
-    router -> engine    Welcome | Refused, then Start, Abort, DropAttempt, Placed, Peers, Drain, Ping
+    router -> engine    Welcome | Refused, then Start, Abort, DropAttempt, Placed, Peers, Drain, JobLost, Ping
     prompt <-> completion   Hello / Welcome | Refused, then Hand (handoff.py's messages), Ping
     client -> router    Hello, then Submit, Cancel, StatusQuery, Ping
     router -> client    Welcome | Refused, then Result, StatusReply, Ping
@@ -156,6 +156,12 @@ class Draining(WireMessage, tag="draining"):
     """Send me nothing new."""
 
 
+class JobLost(WireMessage, tag="job_lost"):
+    """Another process of the receiver's job is gone: it cannot go on either."""
+
+    reason: str
+
+
 class Submit(WireMessage, tag="submit"):
     request_id: str
     prompt_token_ids: list[int]
@@ -189,7 +195,7 @@ class Hand(WireMessage, tag="hand"):
 
 _ALL = (
     Hello | Welcome | Refused | Ping | Start | Abort | DropAttempt | Place | Placed | Unplace | Progress | Prefilled | HandedOver
-    | HandOverFailed | Result | Peers | Drain | Draining | Submit | Cancel | StatusQuery | StatusReply | Hand
+    | HandOverFailed | Result | Peers | Drain | Draining | JobLost | Submit | Cancel | StatusQuery | StatusReply | Hand
 )  # fmt: skip
 
 

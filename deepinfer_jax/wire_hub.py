@@ -98,6 +98,10 @@ class Channel:
         self.hub.call(lambda: self.hub._close(self, reason, final))
 
 
+class NotNow(ValueError):
+    """A refusal that may not last: the other side should ask again."""
+
+
 Accept = Callable[[Channel, wire.Hello], wire.Welcome]
 """Sets channel.handler and returns the welcome; raises ValueError to refuse."""
 
@@ -277,7 +281,7 @@ class Hub:
         except ValueError as error:
             self.counters["refused"] += 1
             logger.warning("%s: refused %s %r: %s", self.name, hello.kind, hello.name, error)
-            self._write(channel, [wire.encode(wire.Refused(str(error)))])
+            self._write(channel, [wire.encode(wire.Refused(str(error), final=not isinstance(error, NotNow)))])
             return
         channel.is_open = True
         channels[identity] = channel

@@ -26,7 +26,7 @@ from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.elastic import ElasticRouter
 from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.router import Capacity, RouterConfig, Verdict, split_attempt
-from deepinfer_jax.wire_hub import Channel, Hub, HubConfig
+from deepinfer_jax.wire_hub import Channel, Hub, HubConfig, NotNow
 from deepinfer_jax.wire_security import Security
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Cluster(Coordinator):
         known = self.workers.get(hello.name)
         if known is not None and known.failed is None:
             if self.hub.clock() - known.channel.last_seen < 2 * self.config.hub.heartbeat + 0.1:
-                raise ValueError(f"the name {hello.name!r} belongs to a living {known.kind} engine")
+                raise NotNow(f"the name {hello.name!r} belongs to a living {known.kind} engine")
             known.channel.close("replaced by a newer process of the same name")
             self.engine_lost(known, "replaced by a newer process of the same name")
         worker = RemoteWorker(self, channel, hello)
@@ -200,6 +200,7 @@ class Cluster(Coordinator):
         self.gone.append({"name": worker.name, "kind": worker.kind, "reason": reason, "time": time.time()})
         others = [w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None]
         for other in () if clean else others:  # a job that has drained leaves process by process
+            other.channel.send(wire.JobLost(f"process {worker.hello.process} of the job is gone: {reason}"))
             other.channel.close(f"process {worker.hello.process} of the job is gone: {reason}")
             self.engine_lost(other, f"process {worker.hello.process} of its job is gone")
         self._tell_peers()

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.config import EngineArgs
@@ -60,6 +60,14 @@ class LaunchArgs:
     """Devices of this host that this process drives; by default all (one process per GPU: give its index)."""
     cpu_devices: int | None = None
     """On CPU: pretend to have this many devices."""
+
+
+MAY_DIFFER = (
+    *("model", "tokenizer", "served_model_name", "seed", "disable_log_stats", "metrics_port", "metrics_host"),
+    *("num_blocks", "gpu_memory_utilization", "device_memory_bytes", "compilation_cache", "strict_compiles", "snapshot_on_sigterm"),
+    *("kv_store", "kv_store_bytes", "kv_host_bytes", "kv_store_write"),
+)
+"""EngineArgs that processes of one job may set differently: paths and memory of their own (of the model, the content is compared)."""
 
 
 def add_role_flags(parser: argparse.ArgumentParser, role: EngineType) -> None:
@@ -121,10 +129,25 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
     )
     if role is EngineType.COMPLETION:
         security.check_bind(config.data)
-    engine = build_engine(role, engine_values, job)
+    try:
+        engine = build_engine(role, engine_values, job)
+    except Exception as error:
+        if job.group is not None:
+            _leave_job(error)
+        raise
     layout = engine_layout(engine)
     print_banner(config.name, engine, layout, job)
     return EngineNode(engine, config, layout, job.group).run()
+
+
+def _leave_job(error: Exception) -> NoReturn:
+    """At once: jax.distributed would wait for the others, and they wait for this process's vote."""
+    bad_input = isinstance(error, ValueError | OSError)
+    if bad_input:
+        print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
+    else:
+        logging.getLogger(__name__).error("cannot start", exc_info=error)
+    os._exit(2 if bad_input else 1)
 
 
 def _advertised(launch: LaunchArgs) -> str | None:
@@ -139,7 +162,9 @@ def _advertised(launch: LaunchArgs) -> str | None:
 def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
     from deepinfer_jax.config import EngineConfig
     from deepinfer_jax.engine import LLMEngine
+    from deepinfer_jax.handoff import model_fingerprint
     from deepinfer_jax.loading import ModelSource
+    from deepinfer_jax.models.resolve import resolve_model_path
     from deepinfer_jax.parallel import RankPlacement, make_mesh
     from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
 
@@ -147,6 +172,10 @@ def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
     args = EngineArgs(**values)
     if job.group is None:
         return cls(args)
+    for field in dataclasses.fields(args):
+        if field.name not in MAY_DIFFER:
+            job.group.must_agree(field.name, getattr(args, field.name))
+    job.group.must_agree("model", model_fingerprint(resolve_model_path(args.model)))
     axes = EngineConfig.resolve(args, ModelSource.find(args).config).axes
     job.group.bind(axes.dp, RankPlacement(make_mesh(axes), axes).local_ranks)
     engine = cls(args, dp_group=job.group)

@@ -71,6 +71,7 @@ class EngineNode:
         self._busy_since: float | None = None
         self._last_busy = 0.0
         self._router: Channel | None = None
+        self._lost_reason = ""
         self._waiting: list[wire.Start] = []  # until a completion engine is linked
         self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
         self._known: dict[str, wire.Peer] = {}
@@ -103,6 +104,7 @@ class EngineNode:
 
                 self._transfer_server = start_server(_host_of(c))
             self.data = bound if c.advertise is None else f"tcp://{c.advertise}:{bound.rpartition(':')[2]}"
+            print(f"{c.name}: takes hand-overs at {self.data}", flush=True)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -229,6 +231,10 @@ class EngineNode:
             done = self.group.all_reduce_min([int(done)] * len(self.group.local_ranks)) == 1
         if done:
             self._exit = (0, "drained" if idle else "not drained in time")
+            self.engine.check_integrity()
+            schedulers = self.engine.schedulers
+            held, blocks = sum(s.blocks.num_used for s in schedulers), sum(s.blocks.num_blocks for s in schedulers)
+            print(f"{self.config.name}: {held} of {blocks} blocks are held", flush=True)
 
     def _hand_overs(self) -> int:
         if isinstance(self.engine, PromptEngine):
@@ -289,7 +295,7 @@ class EngineNode:
         self.hub.dial(self.config.router, self._hello(self.kind), self)
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        self._router = channel
+        self._router, self._lost_reason = channel, ""
         print(f"{self.config.name}: joined the router at {self.config.router}", flush=True)
         if self.draining:
             channel.send(wire.Draining())
@@ -309,6 +315,8 @@ class EngineNode:
                 self._dial_peers()
             case wire.Drain():
                 self.post(lambda: self.begin_drain("asked by the router"))
+            case wire.JobLost():
+                self._abandon(message.reason)
             case _:
                 channel.close(f"unexpected {type(message).__name__}")
                 self.lost(channel, f"sent an unexpected {type(message).__name__}", False)
@@ -319,19 +327,20 @@ class EngineNode:
             self._exit = (2, f"refused by the router: {reason}")
         elif self._exit is not None:
             return  # leaving anyway
-        elif self.config.processes > 1 and was_open:
-            self._abandon(f"the job has lost its router session: {reason}")
         else:
+            if reason != self._lost_reason:
+                print(f"{self.config.name}: {'lost the' if was_open else 'no'} router: {reason}", flush=True)
+                self._lost_reason = reason
             if was_open:
-                print(f"{self.config.name}: lost the router: {reason}", flush=True)
                 self.post(self._reset)
             threading.Timer(REDIAL, self._dial_router).start()
         self._wake.set()
 
     def _abandon(self, reason: str) -> None:
         """A part of a job cannot go on alone, and its main thread may hang in a collective: end the process."""
-        print(f"{self.config.name}: leaving: {reason}", flush=True)
-        os._exit(3)
+        if self._exit is None:
+            print(f"{self.config.name}: leaving: {reason}", flush=True)
+            os._exit(3)
 
     # ---- links (the hub's thread) ----------------------------------------------------------------------------------
 

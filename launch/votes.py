@@ -6,6 +6,7 @@ process that has died or stands still, or takes other steps than the others, is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -175,9 +176,10 @@ def connect_votes(process: int, processes: int, deadline: float, coordinator: st
 
 
 def _own_host(coordinator: str | None) -> str:
-    """The address of this host that the others use: loopback if the coordinator's is."""
+    """The address of this host that the others use: the coordinator's, which runs in process 0, if it is one of this host's
+    (not a service's); its host name may stand for loopback only."""
     if coordinator is not None:
         address = socket.gethostbyname(coordinator.rpartition(":")[0])
-        if address.startswith("127."):
+        with contextlib.suppress(OSError), socket.create_server((address, 0)):
             return address
     return socket.gethostbyname(socket.gethostname())

@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from network import Network
+
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
     "max-model-len": 256,
@@ -75,35 +77,61 @@ class Process:
 
 
 class Deployment:
-    """Call `close()`, or use it as a context manager. Every process is this object's child; nothing outlives it."""
+    """Call `close()`, or use it as a context manager. Every process is this object's child; nothing outlives it.
 
-    def __init__(self, folder: Path, **router_flags: Any) -> None:
-        self.folder = folder
+    With a network every engine is a host of its own (the processes of a job share one), and there is a secret; without one all
+    are on loopback, with a secret if one is given.
+    """
+
+    def __init__(
+        self, folder: Path, *, network: Network | None = None, secret: bytes | None = None, plain: bool = False, **router_flags: Any
+    ) -> None:
+        """plain: programs are compiled as users have them, not for short start-up."""
+        self.folder, self.network = folder, network
         self.processes: dict[str, Process] = {}
-        self.env = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "DEEPINFER_LOG_LEVEL": "INFO",
-            "DEEPINFER_CPU_NATIVE": "xla",  # no C++ compiler at work while tests wait
-            "PYTHONUNBUFFERED": "1",
-        }
+        self.hosts: dict[str, str] = {}  # process -> host
+        self.env = {**os.environ, "JAX_PLATFORMS": "cpu", "DEEPINFER_LOG_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+        if not plain:  # no C++ compiler at work while tests wait
+            self.env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "DEEPINFER_CPU_NATIVE": "xla"}
+        self.secret: Path | None = None
+        if network is not None or secret is not None:
+            self.secret = folder / "secret"
+            self.secret.write_bytes(secret or b"of this deployment's processes")
         self.port, self.http = free_port(), free_port()
-        flags = {"listen": f"127.0.0.1:{self.port}", "http-port": self.http, "heartbeat": HEARTBEAT, **dashed(router_flags)}
-        self.router = self._launch("router", "router", flags)
+        self.router_host = self._host("router")
+        flags = {"listen": self.address, "http-host": self.router_host, "http-port": self.http, **self._common, **dashed(router_flags)}
+        self.router = self._launch("router", "router", flags, "router")
         self.router.wait_for("listening on")
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.router_host}:{self.port}"
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {"heartbeat": HEARTBEAT} | ({} if self.secret is None else {"secret-file": self.secret})
+
+    def _host(self, name: str) -> str:
+        return "127.0.0.1" if self.network is None else self.network.host(name).address
 
     def engine(self, role: str, name: str, model: str = "llama", *, log: str | None = None, **flags: Any) -> Process:
-        """Starts an engine process; `joined` waits for it. flags: underscores become dashes."""
-        path = ROOT / "tests" / "golden" / model
+        """Starts an engine process; `joined` waits for it. flags: underscores become dashes. model: of tests/golden, or "demo"."""
+        path = model if model == "demo" else ROOT / "tests" / "golden" / model
         sizes = {k: v for k, v in SMALL.items() if role != "completion" or k != "prefill-buckets"}
-        return self._launch(
-            log or name, role, {"model": path, "router": self.address, "name": name, "heartbeat": HEARTBEAT, **sizes, **dashed(flags)}
-        )
+        own = {"model": path, "router": self.address, "name": name, "data": f"{self._host(name)}:0"}
+        return self._launch(log or name, role, own | self._common | sizes | dashed(flags), name)
+
+    def job(self, role: str, name: str, model: str = "llama", *, processes: int = 2, own: Any = None, **flags: Any) -> list[str]:
+        """One role over several processes; the engines' names. own: flags by process."""
+        address = f"{self._host(name)}:{free_port()}"
+        for i in range(processes):
+            part = {"coordinator": address, "num_processes": processes, "process_id": i, **((own or {}).get(i, {}))}
+            self.engine(role, name, model, log=f"{name}.{i}", **flags, **part)
+        return [f"{name}.{i}" for i in range(processes)]
+
+    def command(self, name: str, host: str, arguments: list[str]) -> Process:
+        """Any other Python process of the deployment, such as a client."""
+        return self._run(name, host, [sys.executable, *arguments])
 
     def joined(self, *names: str) -> None:
         for name in names:
@@ -132,16 +160,21 @@ class Deployment:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self.router_host}:{self.http}{path}", timeout=10) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def _launch(self, name: str, role: str, flags: dict[str, Any]) -> Process:
+    def _launch(self, name: str, role: str, flags: dict[str, Any], host: str) -> Process:
         command = [sys.executable, "-m", f"deepinfer_jax.launch.{role}"]
         for key, value in flags.items():
             command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-        self.processes[name] = Process(name, command, self.folder, self.env)
+        return self._run(name, host, command)
+
+    def _run(self, name: str, host: str, command: list[str]) -> Process:
+        prefix = [] if self.network is None else self.network.host(host).prefix
+        self.hosts[name] = host
+        self.processes[name] = Process(name, [*prefix, *command], self.folder, self.env)
         return self.processes[name]
 
     def close(self) -> None:

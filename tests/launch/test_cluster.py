@@ -317,7 +317,8 @@ def test_another_protocol_version_is_refused(world):
 def test_the_name_of_a_living_engine_is_refused(world):
     w = world()
     w.engine("prompt", "P")
-    assert "'P' belongs to a living prompt engine" in w.engine("prompt", "P").ended[0]
+    reason, final = w.engine("prompt", "P").ended
+    assert "'P' belongs to a living prompt engine" in reason and not final  # it may have lost its connection, and be back too soon
 
 
 def test_a_job_serves_when_all_its_processes_are_there_and_ends_with_the_first_that_goes(world):
@@ -331,8 +332,9 @@ def test_a_job_serves_when_all_its_processes_are_there_and_ends_with_the_first_t
     first = _got(a, b)
     assert first.take(wire.Start).prompt_token_ids == [1]
     (b if first is a else a).die()
-    first.wait(lambda: first.ended)
-    assert "of the job is gone" in first.ended[0]
+    survivor = a if first is a else b
+    survivor.wait(lambda: survivor.ended)
+    assert "of the job is gone" in survivor.ended[0] and survivor.take(wire.JobLost).reason == survivor.ended[0]
     client.abort_request(["r"])
     assert outputs_of(client)[0].outputs[0].finish_reason == "abort"
     w.check()

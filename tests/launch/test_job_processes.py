@@ -99,6 +99,17 @@ def test_everybody_gets_the_minimum_of_every_vote(count):
     assert all(g.votes == 200 for g in groups)
 
 
+def test_the_least_number_of_blocks_is_used_and_what_must_be_equal_is_compared():
+    groups = connect(3)
+    assert run(groups, lambda i, g: g.agree_min(100 - i)) == [98] * 3
+    assert run(groups, lambda i, g: g.must_agree("dtype", "float32")) == [None] * 3
+    errors = run(groups, lambda i, g: g.must_agree("block_size", 32 if i == 1 else 16))
+    expected = "the processes of a job must agree on block_size: {} in process {}, from 16 to 32 in the job"
+    assert [str(e) for e in errors] == [expected.format(v, i) for i, v in enumerate((16, 32, 16))]
+    errors = run(groups, lambda i, g: g.must_agree("max_model_len", None if i == 2 else 256))
+    assert all(isinstance(e, ValueError) for e in errors)
+
+
 def test_a_process_that_ends_is_named_by_everybody():
     groups = connect(3)
     groups[2].close()

@@ -1,5 +1,6 @@
 """One role over several processes: votes and expert exchange across them, behind a router."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -7,22 +8,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from deployment import Deployment, free_port
+import network
+from deployment import Deployment
 from engine_cases import GREEDY, Golden
+from equal_tokens import start_pd
 
 from deepinfer_jax import LLM
 
+HELPERS = Path(__file__).parent.parent / "helpers"
 MOE = Golden("deepseek_v3")
-FOUR_RANKS = {"cpu_devices": 2, "data_parallel_size": 4, "expert_parallel_size": 4, "max_num_seqs": 4}
-
-
-def start_job(d, role, name, **flags):
-    """Two processes of one job; returns the engines' names."""
-    port = free_port()
-    for i in range(2):
-        own = {"coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": i}
-        d.engine(role, name, "deepseek_v3", log=f"{name}.{i}", **FOUR_RANKS, **own, **flags)
-    return [f"{name}.{i}" for i in range(2)]
+EIGHT_RANKS = {"cpu_devices": 4, "data_parallel_size": 8, "expert_parallel_size": 8, "max_num_seqs": 4}
+BLOCKS = {0: {"num_blocks": 80}, 1: {"num_blocks": 64}}
 
 
 def generate(d, prompts):
@@ -34,16 +30,19 @@ def generate(d, prompts):
 @pytest.fixture(scope="module")
 def normal(tmp_path_factory):
     with Deployment(tmp_path_factory.mktemp("normal"), deadline=3) as d:
-        names = start_job(d, "normal", "N", decode_buckets=4)
+        names = d.job("normal", "N", "deepseek_v3", own=BLOCKS, decode_buckets=4, **EIGHT_RANKS)
         d.joined(*names)
         d.wait_for_engines(*names)
         yield d
 
 
 def test_tokens_equal_the_reference_whatever_the_load(normal):
-    assert "ranks here: [0, 1]" in normal.processes["N.0"].text and "ranks here: [2, 3]" in normal.processes["N.1"].text
+    first, second = normal.processes["N.0"].text, normal.processes["N.1"].text
+    assert "ranks here: [0, 1, 2, 3]" in first and "ranks here: [4, 5, 6, 7]" in second
+    assert "num_blocks: 80 here, 64 are used: the least among the processes of the job" in first
+    assert all("cache 64 blocks of 16 per rank" in text for text in (first, second))
     assert generate(normal, MOE.prompts) == MOE.greedy
-    assert generate(normal, MOE.prompts[:1]) == MOE.greedy[:1]  # three ranks, and one process, are idle
+    assert generate(normal, MOE.prompts[:1]) == MOE.greedy[:1]  # seven ranks, and one process, are idle
     assert generate(normal, MOE.prompts * 6) == MOE.greedy * 6
     normal.wait_idle()
     by_process = {e["name"]: e["steps"] for e in normal.status()["engines"]}
@@ -65,13 +64,19 @@ def test_the_job_ends_with_one_of_its_processes_and_comes_back(normal):
     assert [normal.processes[name].wait() for name in ("N.0", "N.1")] == [0, 0]
 
 
-def test_a_prompt_job_of_two_processes_hands_over_to_another_mesh(tmp_path):
+def test_jobs_of_one_and_two_processes_of_either_role_with_different_meshes(tmp_path):
     with Deployment(tmp_path) as d:
-        names = start_job(d, "prompt", "P")
-        smaller = {"cpu_devices": 2, "data_parallel_size": 2, "expert_parallel_size": 2, "decode_buckets": 8}
-        d.engine("completion", "C", "deepseek_v3", **smaller)
-        d.joined(*names, "C")
-        d.wait_for_engines(*names, "C")
-        assert generate(d, MOE.prompts * 4) == MOE.greedy * 4
+        names = start_pd(d, "deepseek_v3", moe=True)
+        d.joined(*names)
+        d.wait_for_engines(*names)
+        assert generate(d, MOE.prompts * 6) == MOE.greedy * 6
         d.wait_idle()
         assert all(e["steps"] > 0 for e in d.status()["engines"])
+
+
+@pytest.mark.skipif(network.why_not() is not None, reason="this machine does not allow network namespaces")
+def test_a_network_that_drops_packets_under_load():
+    options = ["--engines", "P0", "C0", "C1", "--faults", "cut:C0", "--seconds", "4", "--peer-timeout", "2"]
+    done = subprocess.run([sys.executable, HELPERS / "process_faults.py", *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    print(done.stdout)
