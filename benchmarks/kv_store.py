@@ -255,7 +255,7 @@ def _gaps(args: argparse.Namespace, engine, prompts: list[list[int]], folder: Pa
 
 
 def _files_of_a_snapshot(args: argparse.Namespace, folder: Path) -> None:
-    from deepinfer_jax.snapshot import load, write
+    from deepinfer_jax.snapshot_files import load, write
 
     loaded = load(folder)
     data = bytes(sum(a.nbytes for caches in loaded.arrays.values() for a in caches.values()))

@@ -157,7 +157,7 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would change anything: requests, ended sequences to free, results to read."""
-        if self._ended or self._undelivered or self._pending is not None or (self.kv is not None and self.kv.loading):
+        if self._ended or self._undelivered or self._common or self._pending is not None or (self.kv is not None and self.kv.loading):
             return True
         return any(s.has_unfinished() for s in self.schedulers)
 
@@ -174,7 +174,7 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
     def step(self) -> list[RequestOutput]:
         """Schedules and enqueues one step, then processes its results (with zero-overhead scheduling: the previous step's)."""
         with self._lock:
-            self._run_boundary()
+            self._before_step()
             self._stepping = True
             if self.kv is not None:
                 self._take_loaded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from deepinfer_jax.kv_reuse import KVReuse
     from deepinfer_jax.snapshot import SnapshotJob
 
+COMMON_EVERY = 16
+"""Steps between two votes of a job's processes on whether all want a call at a common step boundary."""
 LOADING_POLL = 0.002
 """Seconds an idle step waits for a prefix on its way from the KV store."""
 
@@ -35,6 +38,8 @@ class EngineStateMixin:
         self._undelivered: list[RequestOutput] = []  # made between steps, returned by the next one
         self._boundary: deque[tuple[Callable[[], Any], Future]] = deque()  # calls that wait for the end of a step
         self._stepping = False
+        self._steps = 0  # taken; the same in all processes of a job
+        self._common: deque[Callable[[int], None]] = deque()  # calls that wait for the other processes
         self._fingerprint: str | None = None
 
     # ---- step boundaries -------------------------------------------------------------------------------------------
@@ -53,6 +58,28 @@ class EngineStateMixin:
                 finally:
                     self._lock.release()
         return task.result()
+
+    @property
+    def spans_processes(self) -> bool:
+        """This process has a part of the engine's ranks; others have the rest and take every step with it."""
+        return len(self.schedulers) < self.config.axes.dp
+
+    def at_common_boundary(self, call: Callable[[int], None]) -> None:
+        """Has the stepping thread run call(key) between the same two steps in all processes of the job, once all have asked; key is
+        the same in all and never comes twice. Any thread; returns at once. The n-th calls of all processes belong together."""
+        self._common.append(call)
+
+    def _run_common(self) -> None:
+        ranks = len(self.schedulers)
+        if self.dp_group.all_reduce_min([int(bool(self._common))] * ranks):
+            key = self.dp_group.all_reduce_min([secrets.randbits(62)] * ranks)
+            self._common.popleft()(key)
+
+    def _before_step(self) -> None:
+        self._run_boundary()
+        self._steps += 1
+        if self.spans_processes and self._steps % COMMON_EVERY == 0:
+            self._run_common()
 
     def _run_boundary(self) -> None:
         while self._boundary:
@@ -102,7 +129,7 @@ class EngineStateMixin:
         """Copies all live requests and their KV aside between two steps, then writes them into the folder `path` in a thread.
 
         Any thread, while others step. The job's `wait()` returns the snapshot's number once it is complete on disk; a crash before
-        leaves the previous one. The two newest are kept.
+        leaves the previous one. The two newest are kept. In a job of several processes each calls this, with a folder all can reach.
         """
         from deepinfer_jax import snapshot
 

@@ -39,7 +39,8 @@ class RankPlacement:
         self.sharding = NamedSharding(mesh, rank_spec(axes))
         process = jax.process_index()
         owners = mesh.devices.reshape(axes.dp, axes.tp)[:, 0]
-        self.local_ranks = tuple(r for r, d in enumerate(owners) if d.process_index == process)
+        self.owners = [d.process_index for d in owners]  # of every rank
+        self.local_ranks = tuple(r for r, owner in enumerate(self.owners) if owner == process)
         self._single_process = len(self.local_ranks) == axes.dp
 
     def put(self, rows: np.ndarray) -> jax.Array:

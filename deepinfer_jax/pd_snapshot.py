@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from deepinfer_jax import snapshot, snapshot_resume, snapshot_state
+from deepinfer_jax import snapshot, snapshot_files, snapshot_resume, snapshot_state
 from deepinfer_jax.admission import new_detokenizer
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.handoff import RequestState
 from deepinfer_jax.outputs import RequestOutput
-from deepinfer_jax.pd_engines import logprob_entries, params_to_dict
 from deepinfer_jax.pd_requests import Part, SplitRequest, unique_id
+from deepinfer_jax.request_state import logprob_entries
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _record(pd: DisaggregatedEngine, request: SplitRequest, found: dict[str, tup
     return {
         "request_id": request.request_id,
         "prompt": request.prompt,
-        "params": params_to_dict(request.params),
+        "params": request.params.to_dict(),
         "completions": completions,
     }
 
@@ -129,7 +129,7 @@ def _record(pd: DisaggregatedEngine, request: SplitRequest, found: dict[str, tup
 def _record_queued(pd: DisaggregatedEngine, part: Part) -> dict[str, Any]:
     """A part that no engine has."""
     ids, limit = part.prompt_token_ids, pd.config.max_model_len
-    state = RequestState(part.id, ids, params_to_dict(part.params), part.seed, metrics={"arrival_time": part.arrival_time})
+    state = RequestState(part.id, ids, part.params.to_dict(), part.seed, metrics={"arrival_time": part.arrival_time})
     if part.params.logprobs is not None:
         state.logprobs = []
     if part.params.prompt_logprobs is not None:
@@ -143,7 +143,7 @@ def _record_queued(pd: DisaggregatedEngine, part: Part) -> dict[str, Any]:
 def _record_done(pd: DisaggregatedEngine, part: Part, output: RequestOutput) -> dict[str, Any]:
     """A part whose final output has been merged already."""
     (o,) = output.outputs
-    state = RequestState(part.id, part.prompt_token_ids, params_to_dict(part.params), part.seed, list(o.token_ids))
+    state = RequestState(part.id, part.prompt_token_ids, part.params.to_dict(), part.seed, list(o.token_ids))
     state.metrics = snapshot_state.record_output(output)["metrics"]
     state.logprobs = None if o.logprobs is None else [logprob_entries(e) for e in o.logprobs]
     state.cumulative_logprob = o.cumulative_logprob or 0.0
@@ -161,7 +161,7 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
     """See `LLMEngine.restore`. Besides, ValueError for a request that has streamed tokens and lost its KV: they would come again."""
     if jax.process_count() > 1:
         raise ValueError("a snapshot covers one process")
-    loaded = snapshot.load(folder, step)
+    loaded = snapshot_files.load(folder, step)
     engine = pd.completion_engines[0]
     snapshot_state.check_layout(loaded.meta["layout"], snapshot_state.layout(engine), f"snapshot {folder}")
     with pd._lock:
@@ -184,7 +184,7 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
     for name, records in moved.items():  # without the lock: an engine may be waiting for it to report an output
         meta = loaded.meta | {"requests": records, "outputs": [], "prefix": []}
         target = pd.workers[name].engine
-        target.at_step_boundary(lambda e=target, m=meta: snapshot_resume.put(e, snapshot.Snapshot(m, loaded.arrays)))
+        target.at_step_boundary(lambda e=target, m=meta: snapshot_resume.put(e, snapshot_files.Snapshot(m, loaded.arrays)))
         pd.workers[name].wake()
     return [r["request_id"] for r in loaded.meta["requests"]]
 

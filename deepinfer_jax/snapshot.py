@@ -5,20 +5,20 @@
     ids = other.restore(folder)            # another mesh, dp, ep, tp, pool size or role; other.step() goes on with the same tokens
 
 What is copied: used blocks only (and those the prefix cache can find); see snapshot_copy.py for how, while steps go on.
-The folder is an Orbax CheckpointManager with one step per snapshot, the two newest kept: items `arrays` (StandardSave) and `meta`
-(JsonSave). Arrays and requests carry a CRC-32 each. The block size must be the same on both sides; block ids are not part of a snapshot.
+Files: snapshot_files.py. The block size must be the same on both sides; block ids are not part of a snapshot.
+
+In a job of several processes every process calls `snapshot` with the same folder, which all can reach; the state is that between
+the same two steps in all of them, and each writes its own ranks' requests and blocks.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ import numpy as np
 
 from deepinfer_jax import snapshot_state
 from deepinfer_jax.scheduler import resume
-from deepinfer_jax.snapshot_copy import EngineCopy, Rows, dtype_of, row_shapes
+from deepinfer_jax.snapshot_copy import EngineCopy, Rows, row_shapes
+from deepinfer_jax.snapshot_files import Share, Snapshot, write, write_share
 
 if TYPE_CHECKING:
     from deepinfer_jax.disaggregate import DisaggregatedEngine
@@ -36,22 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2
 WRITER_NICE = 10
 _starting = threading.Lock()
 _last: SnapshotJob | None = None  # this process's newest; each is written after the one before, so that numbers tell their order
-
-
-class SnapshotError(ValueError):
-    """A snapshot is missing or damaged; the message names its folder and what is wrong."""
-
-
-@dataclass
-class Snapshot:
-    """arrays: {"blocks" | "states": {cache: [rows, layers, *entry]}}, whole entries whatever tp is."""
-
-    meta: dict[str, Any]
-    arrays: dict[str, dict[str, np.ndarray]]
 
 
 @dataclass
@@ -90,6 +78,8 @@ class SnapshotJob:
     holds: list[float] = field(default_factory=list)
     step: int | None = None
     nbytes: int = 0
+    _share: Share | None = None
+    _hurried: bool = False
     _captured: Capture | None = None
     _previous: SnapshotJob | None = None
     _error: BaseException | None = None
@@ -101,7 +91,7 @@ class SnapshotJob:
 
     def hurry(self) -> None:
         """From now on copying may take as long as the steps do."""
-        captured = self._captured
+        self._hurried, captured = True, self._captured
         for copy in captured.copies if captured is not None else ():
             copy.share = 1.0
 
@@ -118,9 +108,8 @@ class SnapshotJob:
 
 
 def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
-    """Captures between two steps and starts copying and writing. ValueError for an engine of several processes."""
-    if jax.process_count() > 1:
-        raise ValueError(f"a snapshot covers one process, this engine's job has {jax.process_count()}")
+    """Captures between two steps and starts copying and writing. In a job of several processes it returns at once: the moment comes
+    within a few steps after all of them have asked."""
     job = SnapshotJob(Path(folder).absolute())
     own = snapshot_state.layout(engine)
     engine.compile_copies()  # here, before any step has to wait for it
@@ -133,16 +122,36 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
         job.pause = time.perf_counter() - start
         return captured
 
+    def share(key: int) -> None:
+        job._share = Share(key, jax.process_index(), jax.process_count())
+        try:
+            start_writing(job, timed())
+        except Exception as error:  # the step that this is called from has nothing to do with it
+            _end(job, error)
+
+    if engine.spans_processes:
+        engine.at_common_boundary(share)
+        return job
     return start_writing(job, engine.at_step_boundary(timed))
 
 
 def start_writing(job: SnapshotJob, captured: Capture) -> SnapshotJob:
     global _last
     job._captured = captured
+    if job._hurried:
+        job.hurry()
     with _starting:
         job._previous, _last = _last, job
     threading.Thread(target=_write_job, args=(job, captured), name="snapshot", daemon=True).start()
     return job
+
+
+def _end(job: SnapshotJob, error: Exception | None = None) -> None:
+    if error is not None:
+        logger.error("snapshot into %s failed", job.folder, exc_info=error)
+        job._error = error
+    job._previous = job._captured = None  # the newest job is remembered, an engine must not be
+    job._done.set()
 
 
 def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
@@ -171,85 +180,22 @@ def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
 def _write_job(job: SnapshotJob, captured: Capture) -> None:
     try:
         snapshot = captured.to_host()
+        job.holds = [seconds for copy in captured.copies for seconds in copy.holds]
+        job.nbytes = snapshot.nbytes
         _lower_priority()
         if job._previous is not None:
             job._previous._done.wait()
-        job.holds = [seconds for copy in captured.copies for seconds in copy.holds]
-        job.nbytes = sum(a.nbytes for caches in snapshot.arrays.values() for a in caches.values())
-        job.step = write(snapshot, job.folder)
+        job.step = write(snapshot, job.folder) if job._share is None else write_share(snapshot, job.folder, job._share)
     except Exception as error:
-        logger.exception("snapshot into %s failed", job.folder)
-        job._error = error
-    finally:
-        job._previous = job._captured = None  # the newest job is remembered, an engine must not be
-        job._done.set()
+        _end(job, error)
+    else:
+        _end(job)
 
 
 def _lower_priority() -> None:
     """This thread, and those it starts, give way to the steps'."""
     if sys.platform == "linux":  # elsewhere the number of a thread means nothing to setpriority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
-
-
-# ---- files --------------------------------------------------------------------------------------------------------------------
-
-
-def write(snapshot: Snapshot, folder: Path) -> int:
-    """Writes one step of the folder's CheckpointManager; returns its number. Complete or not there."""
-    import orbax.checkpoint as ocp  # takes seconds to import: only who snapshots pays
-
-    arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
-    described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
-    text = json.dumps(snapshot.meta | {"arrays": described})
-    with _manager(folder, max_to_keep=KEPT) as manager:
-        step = (manager.latest_step() or 0) + 1
-        items = {"meta": ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())})}
-        if arrays:
-            items["arrays"] = ocp.args.StandardSave(arrays)
-        manager.save(step, args=ocp.args.Composite(**items))
-        manager.wait_until_finished()
-    return step
-
-
-def load(folder: str | Path, step: int | None = None) -> Snapshot:
-    """The newest complete snapshot of a folder, or number `step`. Raises SnapshotError if there is none or it is damaged."""
-    import orbax.checkpoint as ocp
-
-    folder = Path(folder).absolute()
-    if not folder.is_dir():
-        raise SnapshotError(f"{folder}: no such folder of snapshots")
-    with _manager(folder, read_only=True) as manager:
-        step = manager.latest_step() if step is None else step
-        if step is None or step not in manager.all_steps():
-            raise SnapshotError(f"{folder}: no complete snapshot{'' if step is None else f' {step}'}; there are {manager.all_steps()}")
-        try:
-            saved = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-            if zlib.crc32(saved["text"].encode()) != saved["crc32"]:
-                raise SnapshotError("checksum of the requests differs")
-            meta = json.loads(saved["text"])
-            described = meta.pop("arrays")
-            arrays: dict[str, dict[str, np.ndarray]] = {}
-            if described:
-                target = {k: {n: np.empty(shape, dtype_of(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
-                arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
-        except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
-            raise SnapshotError(f"{folder}: snapshot {step} is damaged: {type(error).__name__}: {error}") from error
-    for kind, caches in arrays.items():
-        for name, array in caches.items():
-            if checksum(array) != described[kind][name][2]:
-                raise SnapshotError(f"{folder}: snapshot {step} is damaged: checksum of {kind}/{name} differs")
-    return Snapshot(meta, arrays)
-
-
-def _manager(folder: Path, **options: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options))
-
-
-def checksum(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
 
 
 # ---- SIGTERM ------------------------------------------------------------------------------------------------------------------

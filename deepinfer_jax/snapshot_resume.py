@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
-from deepinfer_jax import snapshot, snapshot_state
+from deepinfer_jax import snapshot_files, snapshot_state
 from deepinfer_jax.requests import Completion
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.scheduler import Scheduler
@@ -23,17 +24,26 @@ if TYPE_CHECKING:
 
 
 def restore(engine: LLMEngine, folder: str | Path, step: int | None = None) -> list[str]:
-    """Adds everything a snapshot holds to an engine; ids of its live requests, in order of arrival.
+    """Adds everything a snapshot holds to an engine; ids of its live requests, in order of arrival. In a job of several processes each
+    calls it and takes over its share.
 
     Raises SnapshotError (nothing there, damaged), SnapshotMismatch (another model or layout), ValueError (an id is in use, a
     request does not fit this engine's limits or role). Then nothing has changed.
     """
-    loaded = snapshot.load(folder, step)
-    snapshot_state.check_layout(loaded.meta["layout"], snapshot_state.layout(engine), f"snapshot {folder}")
+    own = snapshot_state.layout(engine)
+
+    def select(meta: dict[str, Any]) -> dict[str, Any]:
+        snapshot_state.check_layout(meta["layout"], own, f"snapshot {folder}")
+        if not engine.spans_processes:
+            return meta
+        placement = engine.runner.placement
+        return snapshot_state.share_of(meta, len(engine.schedulers), placement.owners, jax.process_index())
+
+    loaded = snapshot_files.load(folder, step, select)
     return engine.at_step_boundary(lambda: put(engine, loaded))
 
 
-def put(engine: LLMEngine, loaded: snapshot.Snapshot) -> list[str]:
+def put(engine: LLMEngine, loaded: snapshot_files.Snapshot) -> list[str]:
     """`restore` from memory, under the engine's lock."""
     engine.drain()  # forgets what has been aborted
     meta = loaded.meta
@@ -54,7 +64,7 @@ def put(engine: LLMEngine, loaded: snapshot.Snapshot) -> list[str]:
     for request in requests:
         engine.adopt_request(request)
     engine._undelivered += [snapshot_state.load_output(o) for o in meta["outputs"]]
-    if fresh:
+    if fresh and jax.process_index() == 0:  # others would draw the same
         engine._seeds.bit_generator.state = meta["seeds"]
     return [r.request_id for r in requests]
 

@@ -15,7 +15,7 @@ import numpy as np
 from deepinfer_jax.admission import new_detokenizer, new_sequence
 from deepinfer_jax.handoff import RequestState
 from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from deepinfer_jax.pd_engines import load_state, params_to_dict, request_state
+from deepinfer_jax.request_state import load_state, request_state
 from deepinfer_jax.requests import Completion, Request
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import resume
@@ -54,6 +54,54 @@ class Base:
         return [[rank + self.ranks, row + self.blocks, *rest] for rank, row, *rest in entries]
 
 
+def places(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of every completion that has not ended."""
+    return [c["place"] for r in meta["requests"] for c in r["completions"] if c["place"] is not None]
+
+
+def merge(metas: list[dict[str, Any]], rows: list[dict[str, int]]) -> dict[str, Any]:
+    """What the processes of a job have recorded at the same step, as one meta; rows: of each kind in each one's arrays."""
+    base, requests, outputs, prefix = Base(), [], [], []
+    for meta, count in zip(metas, rows, strict=True):
+        for place in places(meta):
+            base.shift_place(place)
+        requests += meta["requests"]
+        outputs += meta["outputs"]
+        prefix += base.shift_prefix(meta["prefix"])
+        base = base.after(meta["ranks"], count)
+    requests.sort(key=lambda r: r["completions"][0]["state"]["metrics"]["arrival_time"])
+    return metas[0] | {"requests": requests, "outputs": outputs, "prefix": prefix, "ranks": base.ranks}
+
+
+def used_rows(meta: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """i64 rows of each kind's arrays that requests and prefixes refer to."""
+    blocks = [row for place in places(meta) for row in place["rows"]] + [row for _, row, *_ in meta["prefix"]]
+    states = [place["state_row"] for place in places(meta) if place["state_row"] is not None]
+    return {"blocks": np.array(blocks, np.int64), "states": np.array(states, np.int64)}
+
+
+def share_of(meta: dict[str, Any], ranks: int, owners: list[int], process: int) -> dict[str, Any]:
+    """The part of a snapshot that one process of a job goes on with, ranks renumbered to its own `ranks`.
+
+    owners: the process of each of the job's ranks. Requests go to the rank they came from, counted round; from fewer ranks than
+    there are here, round robin. Every process sees the same whole and takes another part of it.
+    """
+    kept, total, at = [], len(owners), owners.index(process)
+    spread = meta["ranks"] < total
+    for i, request in enumerate(meta["requests"]):
+        own = [c["place"] for c in request["completions"] if c["place"] is not None]
+        rank = i if spread or not own else own[0]["rank"]
+        if owners[rank % total] == process:
+            kept.append(request)
+            for place in own:
+                place["rank"] = 0 if spread else (place["rank"] - at) % total % ranks
+    ids = {r["request_id"] for r in kept}
+    all_ids = {r["request_id"] for r in meta["requests"]}
+    outputs = [o for o in meta["outputs"] if o["request_id"] in ids or (o["request_id"] not in all_ids and owners[0] == process)]
+    prefix = [[(r // total) * ranks + r % total - at, *rest] for r, *rest in meta["prefix"] if owners[r % total] == process]
+    return meta | {"requests": kept, "outputs": outputs, "prefix": prefix, "ranks": 0 if spread else ranks}
+
+
 def layout(engine: LLMEngine) -> dict[str, Any]:
     """What must be equal for KV to be exchanged, as plain values: model, number formats, block size, caches. Not: mesh, pool size."""
     described = engine.ensure_mover().describe()
@@ -84,7 +132,7 @@ def record_request(engine: LLMEngine, request: Request, blocks: Rows, states: Ro
     return {
         "request_id": request.request_id,
         "prompt": request.prompt,
-        "params": params_to_dict(request.params),
+        "params": request.params.to_dict(),
         "completions": [_record_completion(engine, c, blocks, states) for c in request.completions],
     }
 

@@ -15,7 +15,7 @@ from snapshot_cases import tiny_engine
 
 from deepinfer_jax import LLM, EngineType, SamplingParams
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
-from deepinfer_jax.snapshot import SnapshotError
+from deepinfer_jax.snapshot_files import SnapshotError
 from deepinfer_jax.snapshot_state import SnapshotMismatch
 
 PROMPTS = [[3 + (7 * i + 11 * k) % 490 for i in range(20 + 9 * k)] for k in range(5)]

@@ -1,0 +1,231 @@
+"""Snapshots on disk: an Orbax CheckpointManager folder with one step per snapshot, the two newest kept.
+
+    folder / 7 / {meta, arrays}                          a snapshot: requests as JSON, {blocks | states: {cache: array}}
+    folder / 8 / meta                                    one of a job of several processes: names its parts
+           / parts / KEY / {0, 1, ...} / 1 / {meta, arrays}   each process's own part, a folder of the same kind
+
+A snapshot appears by Orbax's rename when it is complete; of several processes the first one's, once all parts are there. A crash
+at any moment leaves the earlier ones. Everything carries a CRC-32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax import snapshot_state
+from deepinfer_jax.snapshot_copy import dtype_of
+
+KEPT = 2
+PARTS = "parts"
+STALE_SECONDS = 3600.0
+"""Age at which parts that no snapshot names are those of a job that has died."""
+JOB_TIMEOUT = 600.0
+"""Seconds that a job's processes wait for each other's parts."""
+POLL = 0.02
+
+
+class SnapshotError(ValueError):
+    """A snapshot is missing or damaged; the message names its folder and what is wrong."""
+
+
+@dataclass
+class Snapshot:
+    """arrays: {"blocks" | "states": {cache: [rows, layers, *entry]}}, whole entries whatever tp is."""
+
+    meta: dict[str, Any]
+    arrays: dict[str, dict[str, np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for caches in self.arrays.values() for a in caches.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a job's snapshot a process writes. key: the same in all of them, another for each snapshot."""
+
+    key: int
+    process: int
+    processes: int
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------------------
+
+
+def write(snapshot: Snapshot, folder: Path) -> int:
+    """Writes one step of the folder's CheckpointManager; returns its number. Complete or not there."""
+    import orbax.checkpoint as ocp  # takes seconds to import: only who snapshots pays
+
+    arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
+    described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
+    text = json.dumps(snapshot.meta | {"arrays": described})
+    with _manager(folder, max_to_keep=KEPT) as manager:
+        step = (manager.latest_step() or 0) + 1
+        items = {"meta": ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())})}
+        if arrays:
+            items["arrays"] = ocp.args.StandardSave(arrays)
+        manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    return step
+
+
+def write_share(snapshot: Snapshot, folder: Path, share: Share, timeout: float = JOB_TIMEOUT) -> int:
+    """Writes this process's part and waits until the snapshot is complete; its number. TimeoutError when a process does not come."""
+    parts = folder / PARTS / str(share.key)
+    own = parts / str(share.process)
+    write(snapshot, own)
+    (own / "complete").touch()
+    if share.process:
+        _wait_for(lambda: (parts / "number").exists(), timeout, f"{folder}: process 0 has not completed the snapshot")
+        return int((parts / "number").read_text())
+    for i in range(share.processes):
+        _wait_for((parts / str(i) / "complete").exists, timeout, f"{folder}: process {i} has not written its part")
+    meta = {n: snapshot.meta[n] for n in ("layout", "role", "created")}
+    number = write(Snapshot(meta | {"parts": str(share.key), "processes": share.processes}, {}), folder)
+    temp = parts / ".number"
+    temp.write_text(str(number))
+    os.replace(temp, parts / "number")
+    _remove_unused_parts(folder)
+    return number
+
+
+def _wait_for(there: Callable[[], bool], timeout: float, problem: str) -> None:
+    limit = time.monotonic() + timeout
+    while not there():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{problem} within {timeout:g} s")
+        time.sleep(POLL)
+
+
+def _remove_unused_parts(folder: Path) -> None:
+    """Parts of snapshots that are not kept any more, and of those that were never completed."""
+    with _manager(folder, read_only=True) as manager:
+        used = {_read_meta(manager, folder, step)[0].get("parts") for step in manager.all_steps()}
+    for parts in (folder / PARTS).iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            complete = (parts / "number").exists()
+            if parts.name not in used and (complete or time.time() - parts.stat().st_mtime > STALE_SECONDS):
+                shutil.rmtree(parts)
+
+
+# ---- back ---------------------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, step: int | None = None, select: Callable[[dict[str, Any]], dict[str, Any]] = lambda meta: meta) -> Snapshot:
+    """The newest complete snapshot of a folder, or number `step`. Raises SnapshotError if there is none or it is damaged.
+
+    select(meta) leaves in the meta what is wanted; rows of `arrays` that it does not refer to may be undefined.
+    """
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        raise SnapshotError(f"{folder}: no such folder of snapshots")
+    with _manager(folder, read_only=True) as manager:
+        step = manager.latest_step() if step is None else step
+        if step is None or step not in manager.all_steps():
+            raise SnapshotError(f"{folder}: no complete snapshot{'' if step is None else f' {step}'}; there are {manager.all_steps()}")
+        meta, described = _read_meta(manager, folder, step)
+        if "parts" not in meta:
+            return Snapshot(select(meta), _read_arrays(manager, folder, step, described))
+    return _load_parts([folder / PARTS / meta["parts"] / str(i) for i in range(meta["processes"])], select)
+
+
+def _load_parts(folders: list[Path], select: Callable[[dict[str, Any]], dict[str, Any]]) -> Snapshot:
+    """Reads the arrays of those parts only that the selected requests refer to."""
+    metas, described = [], []
+    for folder in folders:
+        if not folder.is_dir():
+            raise SnapshotError(f"{folder}: this part of a snapshot is missing")
+        with _manager(folder, read_only=True) as manager:
+            meta, about = _read_meta(manager, folder, 1)
+        metas.append(meta)
+        described.append(about)
+    counts = [{kind: _rows(about, kind) for kind in ("blocks", "states")} for about in described]
+    meta = select(snapshot_state.merge(metas, counts))
+    used = snapshot_state.used_rows(meta)
+    arrays = _empty(described, {kind: sum(c[kind] for c in counts) for kind in ("blocks", "states")})
+    at = {"blocks": 0, "states": 0}
+    for folder, about, count in zip(folders, described, counts, strict=True):
+        if any(((rows >= at[kind]) & (rows < at[kind] + count[kind])).any() for kind, rows in used.items()):
+            with _manager(folder, read_only=True) as manager:
+                for kind, caches in _read_arrays(manager, folder, 1, about).items():
+                    for name, array in caches.items():
+                        arrays[kind][name][at[kind] : at[kind] + len(array)] = array
+        at = {kind: at[kind] + count[kind] for kind in at}
+    return Snapshot(meta, arrays)
+
+
+def _rows(described: Mapping[str, Any], kind: str) -> int:
+    return next((shape[0] for shape, *_ in described.get(kind, {}).values()), 0)
+
+
+def _empty(described: list[dict[str, Any]], totals: Mapping[str, int]) -> dict[str, dict[str, np.ndarray]]:
+    """Arrays for all parts' rows; memory that is not written costs nothing."""
+    caches = {kind: about[kind] for about in described for kind in about}
+    return {
+        kind: {n: np.empty((totals[kind], *shape[1:]), dtype_of(dtype)) for n, (shape, dtype, _) in c.items()} for kind, c in caches.items()
+    }
+
+
+def _read_meta(manager: Any, folder: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(meta, {kind: {cache: [shape, dtype, checksum]}})"""
+    import orbax.checkpoint as ocp
+
+    with _damage_named(folder, step):
+        saved = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if zlib.crc32(saved["text"].encode()) != saved["crc32"]:
+            raise ValueError("checksum of the requests differs")
+        meta = json.loads(saved["text"])
+        return meta, meta.pop("arrays")
+
+
+def _read_arrays(manager: Any, folder: Path, step: int, described: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    import orbax.checkpoint as ocp
+
+    if not described:
+        return {}
+    with _damage_named(folder, step):
+        target = {k: {n: np.empty(shape, dtype_of(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
+        arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
+        for kind, caches in arrays.items():
+            for name, array in caches.items():
+                if checksum(array) != described[kind][name][2]:
+                    raise ValueError(f"checksum of {kind}/{name} differs")
+    return arrays
+
+
+@contextlib.contextmanager
+def _damage_named(folder: Path, step: int):
+    try:
+        yield
+    except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
+        raise SnapshotError(f"{folder}: snapshot {step} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _manager(folder: Path, **options: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    if not options.get("read_only"):
+        folder.mkdir(parents=True, exist_ok=True)
+    process = jax.process_index()
+    if jax.process_count() > 1:  # a folder is one process's affair: Orbax must not wait for the others
+        alone = ocp.options.MultiprocessingOptions(process, {process}, f"process{process}")
+        options["multiprocessing_options"] = alone
+    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=False, **options))
+
+
+def checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
