@@ -36,15 +36,12 @@ def prompts_of(model: str, llm: LLM) -> list[list[int]]:
 
 
 def start_pd(d: Deployment, model: str, moe: bool, **flags: Any) -> list[str]:
-    """Starts the engines of layout "pd", their names. Two ranks per prompt job, four (of an MoE) per completion job."""
-    two, four = {"data_parallel_size": 2}, {"data_parallel_size": 4 if moe else 2}
-    if moe:
-        two, four = two | {"expert_parallel_size": 2}, four | {"expert_parallel_size": 4}
-    names = ["P0", "C0", *d.job("prompt", "P1", model, cpu_devices=1, **two, **flags)]
-    names += d.job("completion", "C1", model, cpu_devices=2 if moe else 1, **four, **flags)
+    """Starts the engines of layout "pd", their names: jobs of one rank, of two in one process, of two in two processes."""
+    two = {"data_parallel_size": 2} | ({"expert_parallel_size": 2} if moe else {})
+    names = d.job("prompt", "P1", model, cpu_devices=1, **two, **flags) + d.job("completion", "C1", model, cpu_devices=1, **two, **flags)
     d.engine("prompt", "P0", model, **flags)
     d.engine("completion", "C0", model, cpu_devices=2, **two, **flags)
-    return names
+    return ["P0", "C0", *names]
 
 
 def layouts(wanted: list[str], model: str, moe: bool) -> Iterator[tuple[str, Any]]:

@@ -111,7 +111,7 @@ def test_the_least_number_of_blocks_is_used_and_what_must_be_equal_is_compared()
 
 
 def test_a_process_that_ends_is_named_by_everybody():
-    groups = connect(3)
+    groups = connect(3, deadline=1.0)
     groups[2].close()
     results = run(groups[:2], lambda i, g: g.all_reduce_min([1]))
     assert isinstance(results[0], VoteFailed) and "process 2 is gone" in str(results[0])
@@ -127,7 +127,7 @@ def test_a_process_that_stands_still_is_named_after_the_deadline():
 
 
 def test_processes_that_take_different_steps_are_found():
-    groups = connect(2)
+    groups = connect(2, deadline=1.0)
     groups[1]._number = 5
     results = run(groups, lambda i, g: g.all_reduce_min([1]))
     assert isinstance(results[0], VoteFailed) and "process 1 is at vote 6, this process (0) at 1" in str(results[0])
