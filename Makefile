@@ -3,7 +3,7 @@
 # make oldest  the test suite on the oldest JAX that is supported, in an environment of its own
 # make lint    ruff
 # make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
-# make faults  kills and stops processes of a deployment under load (FAULT_MINUTES=60 for a long run)
+# make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
 # make clean   remove the virtual environment and build products
