@@ -169,13 +169,13 @@ class KVStore:
             os.utime(temp, ns=(now - 1000 * i, now - 1000 * i))  # as in touch(): later pages are collected first
         if self.fsync:
             for temp, _ in temps:
-                _fsync(temp)
+                fsync(temp)
         for temp, path in temps:
             os.replace(temp, path)
             self._bad.discard(path)
         if self.fsync:
             for parent in {path.parent for _, path in temps}:
-                _fsync(parent)
+                fsync(parent)
 
     def _failed(self, doing: str, error: OSError) -> None:
         self.counters["errors"] += 1
@@ -223,7 +223,7 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         raise
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -2,10 +2,10 @@
 
     folder / 7 / {meta, arrays}                          a snapshot: requests as JSON, {blocks | states: {cache: array}}
     folder / 8 / meta                                    one of a job of several processes: names its parts
-           / parts / KEY / {0, 1, ...} / 1 / {meta, arrays}   each process's own part, a folder of the same kind
+           / parts / KEY / {0, 1, ...}.safetensors       what each process has, self-checking as the KV store's pages are
 
-A snapshot appears by Orbax's rename when it is complete; of several processes the first one's, once all parts are there. A crash
-at any moment leaves the earlier ones. Everything carries a CRC-32.
+(Orbax writes NumPy arrays in process 0 only.) A snapshot appears by Orbax's rename when it is complete; of several processes the
+first one's, once all parts are there. A crash at any moment leaves the earlier ones. Everything carries a CRC-32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax import snapshot_state
+from deepinfer_jax import kv_store, kv_store_format, snapshot_state
+from deepinfer_jax.kv_layout import KINDS
 from deepinfer_jax.snapshot_copy import dtype_of
 
 KEPT = 2
@@ -85,21 +86,37 @@ def write(snapshot: Snapshot, folder: Path) -> int:
 def write_share(snapshot: Snapshot, folder: Path, share: Share, timeout: float = JOB_TIMEOUT) -> int:
     """Writes this process's part and waits until the snapshot is complete; its number. TimeoutError when a process does not come."""
     parts = folder / PARTS / str(share.key)
-    own = parts / str(share.process)
-    write(snapshot, own)
-    (own / "complete").touch()
+    _write_part(snapshot, _part(parts, share.process))
     if share.process:
         _wait_for(lambda: (parts / "number").exists(), timeout, f"{folder}: process 0 has not completed the snapshot")
         return int((parts / "number").read_text())
     for i in range(share.processes):
-        _wait_for((parts / str(i) / "complete").exists, timeout, f"{folder}: process {i} has not written its part")
+        _wait_for(_part(parts, i).exists, timeout, f"{folder}: process {i} has not written its part")
     meta = {n: snapshot.meta[n] for n in ("layout", "role", "created")}
     number = write(Snapshot(meta | {"parts": str(share.key), "processes": share.processes}, {}), folder)
-    temp = parts / ".number"
-    temp.write_text(str(number))
-    os.replace(temp, parts / "number")
+    _replace(parts / "number", [str(number).encode()])
     _remove_unused_parts(folder)
     return number
+
+
+def _part(parts: Path, process: int) -> Path:
+    return parts / f"{process}.safetensors"
+
+
+def _write_part(snapshot: Snapshot, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"meta": np.frombuffer(json.dumps(snapshot.meta).encode(), np.uint8)}
+    tensors |= {f"{kind}/{name}": a for kind, caches in snapshot.arrays.items() for name, a in caches.items()}
+    _replace(path, kv_store_format.encode_tensors({"format": "deepinfer-snapshot"}, tensors))
+
+
+def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    temp = path.with_name(f".{path.name}.tmp")
+    temp.unlink(missing_ok=True)
+    kv_store.write_parts(temp, parts)
+    kv_store.fsync(temp)
+    os.replace(temp, path)
+    kv_store.fsync(path.parent)
 
 
 def _wait_for(there: Callable[[], bool], timeout: float, problem: str) -> None:
@@ -139,51 +156,52 @@ def load(folder: str | Path, step: int | None = None, select: Callable[[dict[str
         meta, described = _read_meta(manager, folder, step)
         if "parts" not in meta:
             return Snapshot(select(meta), _read_arrays(manager, folder, step, described))
-    return _load_parts([folder / PARTS / meta["parts"] / str(i) for i in range(meta["processes"])], select)
+    return _load_parts([_part(folder / PARTS / meta["parts"], i) for i in range(meta["processes"])], select)
 
 
-def _load_parts(folders: list[Path], select: Callable[[dict[str, Any]], dict[str, Any]]) -> Snapshot:
+def _load_parts(paths: list[Path], select: Callable[[dict[str, Any]], dict[str, Any]]) -> Snapshot:
     """Reads the arrays of those parts only that the selected requests refer to."""
-    metas, described = [], []
-    for folder in folders:
-        if not folder.is_dir():
-            raise SnapshotError(f"{folder}: this part of a snapshot is missing")
-        with _manager(folder, read_only=True) as manager:
-            meta, about = _read_meta(manager, folder, 1)
-        metas.append(meta)
-        described.append(about)
-    counts = [{kind: _rows(about, kind) for kind in ("blocks", "states")} for about in described]
-    meta = select(snapshot_state.merge(metas, counts))
-    used = snapshot_state.used_rows(meta)
-    arrays = _empty(described, {kind: sum(c[kind] for c in counts) for kind in ("blocks", "states")})
-    at = {"blocks": 0, "states": 0}
-    for folder, about, count in zip(folders, described, counts, strict=True):
-        if any(((rows >= at[kind]) & (rows < at[kind] + count[kind])).any() for kind, rows in used.items()):
-            with _manager(folder, read_only=True) as manager:
-                for kind, caches in _read_arrays(manager, folder, 1, about).items():
-                    for name, array in caches.items():
-                        arrays[kind][name][at[kind] : at[kind] + len(array)] = array
-        at = {kind: at[kind] + count[kind] for kind in at}
+    with contextlib.ExitStack() as stack:
+        files, headers, metas = [], [], []
+        for path in paths:
+            with _damage_named(str(path)):
+                files.append(stack.enter_context(open(path, "rb", buffering=0)))
+                headers.append(kv_store_format.read_header(files[-1], str(path)))
+                metas.append(json.loads(kv_store_format.read_tensor(files[-1], str(path), headers[-1], "meta").tobytes()))
+        counts = [{kind: _rows(h, kind) for kind in KINDS} for h in headers]
+        meta = select(snapshot_state.merge(metas, counts))
+        used, at = snapshot_state.used_rows(meta), dict.fromkeys(KINDS, 0)
+        arrays = _empty(headers, {kind: sum(c[kind] for c in counts) for kind in KINDS})
+        for path, file, header, count in zip(paths, files, headers, counts, strict=True):
+            if any(((rows >= at[kind]) & (rows < at[kind] + count[kind])).any() for kind, rows in used.items()):
+                for kind, name in [(k, n) for k in arrays if count[k] for n in arrays[k]]:
+                    rows = arrays[kind][name][at[kind] : at[kind] + count[kind]]
+                    with _damage_named(str(path)):
+                        kv_store_format.read_tensor(file, str(path), header, f"{kind}/{name}", rows)
+            at = {kind: at[kind] + count[kind] for kind in at}
     return Snapshot(meta, arrays)
 
 
-def _rows(described: Mapping[str, Any], kind: str) -> int:
-    return next((shape[0] for shape, *_ in described.get(kind, {}).values()), 0)
+def _rows(header: kv_store_format.Header, kind: str) -> int:
+    return next((shape[0] for name, (_, shape, *_) in header.tensors.items() if name.startswith(f"{kind}/")), 0)
 
 
-def _empty(described: list[dict[str, Any]], totals: Mapping[str, int]) -> dict[str, dict[str, np.ndarray]]:
+def _empty(headers: list[kv_store_format.Header], totals: Mapping[str, int]) -> dict[str, dict[str, np.ndarray]]:
     """Arrays for all parts' rows; memory that is not written costs nothing."""
-    caches = {kind: about[kind] for about in described for kind in about}
-    return {
-        kind: {n: np.empty((totals[kind], *shape[1:]), dtype_of(dtype)) for n, (shape, dtype, _) in c.items()} for kind, c in caches.items()
-    }
+    out: dict[str, dict[str, np.ndarray]] = {}
+    for header in headers:
+        for tensor, (dtype, shape, *_) in header.tensors.items():
+            kind, _, name = tensor.partition("/")
+            if name and name not in out.setdefault(kind, {}):
+                out[kind][name] = np.empty((totals[kind], *shape[1:]), dtype)
+    return out
 
 
 def _read_meta(manager: Any, folder: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(meta, {kind: {cache: [shape, dtype, checksum]}})"""
     import orbax.checkpoint as ocp
 
-    with _damage_named(folder, step):
+    with _damage_named(f"{folder}: snapshot {step}"):
         saved = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         if zlib.crc32(saved["text"].encode()) != saved["crc32"]:
             raise ValueError("checksum of the requests differs")
@@ -196,7 +214,7 @@ def _read_arrays(manager: Any, folder: Path, step: int, described: Mapping[str, 
 
     if not described:
         return {}
-    with _damage_named(folder, step):
+    with _damage_named(f"{folder}: snapshot {step}"):
         target = {k: {n: np.empty(shape, dtype_of(name)) for n, (shape, name, _) in c.items()} for k, c in described.items()}
         arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
         for kind, caches in arrays.items():
@@ -207,11 +225,11 @@ def _read_arrays(manager: Any, folder: Path, step: int, described: Mapping[str, 
 
 
 @contextlib.contextmanager
-def _damage_named(folder: Path, step: int):
+def _damage_named(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
-        raise SnapshotError(f"{folder}: snapshot {step} is damaged: {type(error).__name__}: {error}") from error
+        raise SnapshotError(f"{what} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _manager(folder: Path, **options: Any) -> Any:
@@ -220,11 +238,16 @@ def _manager(folder: Path, **options: Any) -> Any:
     logging.getLogger("absl").setLevel(logging.ERROR)
     if not options.get("read_only"):
         folder.mkdir(parents=True, exist_ok=True)
-    process = jax.process_index()
-    if jax.process_count() > 1:  # a folder is one process's affair: Orbax must not wait for the others
+    process, handlers = jax.process_index(), None
+    if jax.process_count() > 1:  # a folder is one process's affair: Orbax must neither wait for the others nor leave it to the first
         alone = ocp.options.MultiprocessingOptions(process, {process}, f"process{process}")
+        handlers = {
+            "meta": ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+            "arrays": ocp.StandardCheckpointHandler(multiprocessing_options=alone),
+        }
         options["multiprocessing_options"] = alone
-    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=False, **options))
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=False, **options)
+    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
 
 def checksum(array: np.ndarray) -> int:

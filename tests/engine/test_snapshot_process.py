@@ -11,15 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from snapshot_cases import tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
 
-from deepinfer_jax import LLM, EngineType, SamplingParams
+from deepinfer_jax import LLM, EngineType
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
 from deepinfer_jax.snapshot_files import SnapshotError
 from deepinfer_jax.snapshot_state import SnapshotMismatch
-
-PROMPTS = [[3 + (7 * i + 11 * k) % 490 for i in range(20 + 9 * k)] for k in range(5)]
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)
 
 
 def server(folder: Path, body: str, **engine: object) -> subprocess.Popen:
@@ -27,7 +24,7 @@ def server(folder: Path, body: str, **engine: object) -> subprocess.Popen:
     code = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent.parent / "helpers")!r})
-from snapshot_cases import tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
 from deepinfer_jax import SamplingParams
 engine = tiny_engine(**{engine!r})
 params = SamplingParams(max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)

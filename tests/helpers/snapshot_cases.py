@@ -29,6 +29,9 @@ TINY = {
     "disable_log_stats": True,
 }
 
+PROMPTS = [[3 + (7 * i + 11 * k) % 490 for i in range(20 + 9 * k)] for k in range(5)]
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)
+
 
 def tiny_engine(name: str = "llama", cls: type = LLMEngine, devices: Any = None, **changes: Any) -> LLMEngine:
     return cls(EngineArgs(str(GOLDEN / name), **(TINY | changes)), devices=devices)
