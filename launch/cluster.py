@@ -442,6 +442,10 @@ class Cluster(Coordinator):
             "clients": len(self.clients),
             "requests": len(self._requests),
             "queued": stats["queued"],
-            "counters": {**self.counters, **{f"router_{k}": v for k, v in stats.items() if isinstance(v, int)}, **self.hub.counters},
+            "counters": {
+                **self.counters,
+                **{f"router_{k}": v for k, v in stats.items() if isinstance(v, int)},
+                **{f"connections_{k}": v for k, v in self.hub.counters.items()},
+            },
             "model": self.model,
         }

@@ -64,6 +64,15 @@ class Host:
     def heal(self) -> None:
         _run(f"bridge link set dev {self.port} state 3")
 
+    def split(self, other: Host) -> None:
+        """The two cannot reach each other, but everybody else."""
+        for here, there in ((self, other), (other, self)):
+            _run(f"ip route add blackhole {there.address}/32", here.prefix)
+
+    def rejoin(self, other: Host) -> None:
+        for here, there in ((self, other), (other, self)):
+            _run(f"ip route del blackhole {there.address}/32", here.prefix)
+
     def close(self) -> None:
         self._holder.kill()
         self._holder.wait()

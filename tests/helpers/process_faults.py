@@ -1,7 +1,7 @@
 """Hurts the processes of a deployment under load: python tests/helpers/process_faults.py [--minutes 10]
 
 A router, two prompt engines (one a job of two processes), two completion engines and two clients, each process on a host of its
-own in a private network (see network.py; where that is refused: all on loopback, and no cables are cut). First each kind of
+own in a private network (see network.py; where that is refused: all on loopback, and the network is left alone). First each kind of
 fault once on each kind of process, lasting --seconds; then faults drawn at random. Engines that end are started again, as a
 supervisor would. After each fault: every request has ended once, right or with a reason, within the deadline; only the victim's
 job has been started again; everybody serves and nobody holds anything. At the end engines drain and count their blocks. Prints a
@@ -33,8 +33,10 @@ TOKENS = 60
 DEADLINE = 10.0
 WORK = 3.0
 """Seconds a request may take besides waiting for a fault to be noticed, on a busy machine."""
-HOWS = ("kill -9", "SIGSTOP", "cut", "SIGTERM")
-EACH = [f"{how}:{victim}" for victim in ("router", "P0", "P1.1", "C0", "client0") for how in HOWS[:3]]
+HOWS = ("kill -9", "SIGSTOP", "cut", "split", "SIGTERM")
+"""split: a prompt engine and C0 cannot reach each other, but everybody else."""
+NETWORK = ("cut", "split")
+EACH = [f"{how}:{victim}" for victim in ("router", "P0", "P1.1", "C0", "client0") for how in HOWS[:3]] + ["split:P0"]
 
 
 class Broken(AssertionError):
@@ -130,10 +132,14 @@ class World:
             started = self.watch(0.0)
             require(process.wait(90) == 0, process.text[-2000:])
             return started
-        host = self.net.hosts[self.d.hosts[process.name]] if self.net is not None else None
-        process.signal(signal.SIGSTOP) if how == "SIGSTOP" else host.cut()
+        if how == "SIGSTOP":
+            begin, end = lambda: process.signal(signal.SIGSTOP), lambda: process.signal(signal.SIGCONT)
+        else:
+            host, other = self.net.hosts[self.d.hosts[process.name]], self.net.hosts["C0"]
+            begin, end = (host.cut, host.heal) if how == "cut" else (lambda: host.split(other), lambda: host.rejoin(other))
+        begin()
         started = self.watch(seconds)
-        process.signal(signal.SIGCONT) if how == "SIGSTOP" else host.heal()
+        end()
         return started
 
     def start_client(self, host: str) -> Process:
@@ -179,9 +185,10 @@ def undisturbed(prompts: list[list[int]]) -> list[list[int]]:
 
 def drawn(rng: random.Random, world: World) -> tuple[str, str, float]:
     """SIGTERM is for engines: a job leaves as a whole, a client and a router have nobody to start them again in time."""
-    how = rng.choice(HOWS if world.net is not None else [h for h in HOWS if h != "cut"])
-    victims = ["P0", "C0", "C1"] if how == "SIGTERM" else ["router", *sorted(world.engines), "client0"]
-    return how, rng.choice([v for v in victims if v in world.engines or v in ("router", "client0")]), rng.choice((1.0, 7.0))
+    how = rng.choice([h for h in HOWS if world.net is not None or h not in NETWORK])
+    prompts = [n for n in world.engines if n[0] == "P"]
+    victims = {"SIGTERM": [n for n in world.engines if "." not in n], "split": prompts}.get(how, ["router", *world.engines, "client0"])
+    return how, rng.choice(sorted(victims)), rng.choice((1.0, 7.0))
 
 
 def main() -> int:
@@ -198,7 +205,7 @@ def main() -> int:
     if refused is None:
         network.own_network()
     else:
-        print(f"no network of our own, so no cuts: {refused}")
+        print(f"no network of our own, so no cuts and splits: {refused}")
     rng, start, count = random.Random(args.seed), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         net = network.Network() if refused is None else None
@@ -207,7 +214,7 @@ def main() -> int:
         try:
             for fault in args.faults:
                 how, _, victim = fault.partition(":")
-                if how != "cut" or net is not None:
+                if how not in NETWORK or net is not None:
                     print(world.fault(how, victim, args.seconds), flush=True)
                     count += 1
             until = time.monotonic() + 60 * args.minutes
