@@ -27,10 +27,12 @@ def rounds(engine, group):
 
 
 def main(port: str, process: int, model: str, ranks: int, folder: str, what: str) -> None:
-    launch = LaunchArgs(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process, cpu_devices=ranks // 2)
+    launch = LaunchArgs(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process, cpu_devices=ranks // 2, deadline=60.0)
     job = join_job(launch)
     values = {**TINY, "model": str(GOLDEN / model), "data_parallel_size": ranks, "num_blocks": 40, "expert_parallel_size": 1}
     engine = build_engine(EngineType.NORMAL, values, job)
+    engine.ensure_mover()
+    engine.compile_copies()  # snapshot() is called by the thread that steps: the other process would wait for the compiler
     if what == "restore":
         ids = engine.restore(folder)
     else:
