@@ -110,7 +110,8 @@ class EngineNode:
 
     def run(self) -> int:
         """Until drained or failed; the process's exit code."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self.engine.args.snapshot_on_sigterm is None:  # else the engine's handler saves what is here, and ends the process
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         self.hub.start()
         self._dial_router()
         if self.stager is not None:
