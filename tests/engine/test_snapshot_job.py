@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployment import free_port
+from deployment import Deployment, free_port
 from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
 
-from deepinfer_jax import snapshot_state
+from deepinfer_jax import LLM, snapshot_state
 from deepinfer_jax.snapshot_files import PARTS, Share, Snapshot, SnapshotError, load, write_share
 
 HELPERS = Path(__file__).parent.parent / "helpers"
@@ -148,11 +148,31 @@ def test_two_processes_go_on_as_one_and_as_two_others(tmp_path):
     assert found[0] | found[1] == expected
 
 
-def run(engine, prompts=None):
+def run(engine, prompts=None, params=SAMPLED):
     for request_id, prompt in (prompts or {}).items():
-        engine.add_request(request_id, prompt, SAMPLED)
+        engine.add_request(request_id, prompt, params)
     done = {}
     while engine.has_unfinished_requests():
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     engine.check_integrity()
     return done
+
+
+def test_sigterm_of_an_engine_behind_a_router(tmp_path):
+    sizes = {"num_blocks": 40, "max_model_len": 256, "max_num_batched_tokens": 256, "prefill_buckets": (256,), "block_size": 16}
+    with Deployment(tmp_path) as d:
+        process = d.engine("normal", "N", snapshot_on_sigterm=tmp_path / "saved", block_size=16)
+        d.joined("N")
+        params = SAMPLED.replace(max_tokens=200)
+        with LLM(router=d.address) as llm:
+            stream = llm.stream(prompt_token_ids=PROMPTS[:1], sampling_params=params)
+            next(stream)
+            process.signal(15)
+            assert process.wait(60) == -15
+    one = tiny_engine(**sizes)
+    one.restore(tmp_path / "saved")
+    rest = []
+    while one.has_unfinished_requests():
+        rest += [token for o in one.step() for token in o.outputs[0].token_ids]  # it was streaming: what had not been sent
+    expected = run(one, {"again": PROMPTS[0]}, params)["again"]
+    assert 0 < len(rest) < 200 and rest == expected[-len(rest) :]
