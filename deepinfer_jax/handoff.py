@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -272,10 +271,3 @@ class RequestState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RequestState:
         return cls(**values)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> RequestState:
-        return cls.from_dict(json.loads(text))

@@ -16,10 +16,13 @@ KINDS = ("blocks", "states")
 
 class BlockLayout:
     """kind is "blocks" (paged caches) or "states" (per-sequence caches); cut is how many pieces a payload's split dimension is
-    cut into on each tensor-parallel device (see kv_transfer.py)."""
+    cut into on each tensor-parallel device (see kv_transfer.py).
 
-    def __init__(self, specs: Iterable[CacheSpec], axes: ParallelAxes, block_size: int) -> None:
-        self.axes, self.block_size = axes, block_size
+    stacked: a payload's arrays are [size, layers, *entry], one per cache (fewest arrays, contiguous rows: for CPUs); otherwise
+    [size, *entry], one per layer (no second copy in XLA's gathers: for GPUs)."""
+
+    def __init__(self, specs: Iterable[CacheSpec], axes: ParallelAxes, block_size: int, stacked: bool) -> None:
+        self.axes, self.block_size, self.stacked = axes, block_size, stacked
         specs = tuple(specs)
         self.specs = {
             "blocks": tuple(s for s in specs if isinstance(s, PagedCache)),
@@ -57,8 +60,8 @@ class BlockLayout:
         return self.piece_shape(kind, spec, size, self.axes.tp if spec.tp_dim is not None else 1)
 
     def piece_shape(self, kind: str, spec: CacheSpec, size: int, parts: int) -> tuple[int, ...]:
-        """[size, *entry] with the dimension that tp splits divided by `parts`."""
-        shape = [size, *self._entry(kind, spec)]
+        """Of a payload's array, with the dimension that tp splits divided by `parts`."""
+        shape = [size, *[spec.layers] * self.stacked, *self._entry(kind, spec)]
         if spec.tp_dim is not None:
             shape[self.split_dim(kind, spec)] //= parts
         return tuple(shape)
@@ -67,15 +70,19 @@ class BlockLayout:
         return (self.block_size, *spec.entry_shape) if kind == "blocks" else tuple(spec.shape)
 
     def split_dim(self, kind: str, spec: CacheSpec) -> int:
-        """Dimension of a [size, *entry] array that tp splits."""
-        return spec.tp_dim + (2 if kind == "blocks" else 1)
+        """Dimension of a payload's array that tp splits."""
+        return spec.tp_dim + (2 if kind == "blocks" else 1) + self.stacked
+
+    def num_arrays(self, spec: CacheSpec) -> int:
+        """Arrays of a cache in a payload, per device and piece."""
+        return 1 if self.stacked else spec.layers
 
     def num_pieces(self, spec: CacheSpec, cut: int) -> int:
         return 1 if spec.tp_dim is None else cut
 
     def payload_spec(self, kind: str, spec: CacheSpec) -> P:
         """How a payload's piece over all ranks is sharded."""
-        dims: list[str | None] = [None] * len(self._entry(kind, spec))
+        dims: list[str | None] = [None] * (len(self._entry(kind, spec)) + self.stacked)
         if spec.tp_dim is not None and self.axes.tp > 1:
             dims[self.split_dim(kind, spec) - 1] = self.axes.tp_axis
         return P(self.axes.dp_axes, *dims)

@@ -70,11 +70,10 @@ class BlockPrograms:
         layout, specs = self.layout, self.layout.specs[kind]
 
         def body(caches: Caches, row: jax.Array) -> dict[str, tuple[tuple[jax.Array, ...], ...]]:
-            with use_target(self._platform):
-                taken = iter(take_blocks([x for s in specs for x in caches[s.name]], row[:size], row[size]))
-            return {s.name: tuple(self._cut(kind, s, next(taken), cut) for _ in range(s.layers)) for s in specs}
+            taken = self._take([caches[s.name] for s in specs], row[:size], row[size])
+            return {s.name: tuple(self._cut(kind, s, x, cut) for x in arrays) for s, arrays in zip(specs, taken, strict=True)}
 
-        pieces = {s.name: ((layout.payload_spec(kind, s),) * layout.num_pieces(s, cut),) * s.layers for s in specs}
+        pieces = {s.name: ((layout.payload_spec(kind, s),) * layout.num_pieces(s, cut),) * layout.num_arrays(s) for s in specs}
         in_specs = (kv_cache.cache_specs_tree(specs, self.axes), rank_spec(self.axes))
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=pieces, check_vma=False)
         return jax.jit(mapped).lower(self._abstract_pools(kind), self._abstract_row(size + 1))
@@ -83,18 +82,30 @@ class BlockPrograms:
         layout, specs = self.layout, self.layout.specs[kind]
 
         def body(caches: Caches, payload: dict[str, Any], row: jax.Array) -> Caches:
-            pools = [x for s in specs for x in caches[s.name]]
-            rows = [self._join(kind, s, pieces) for s in specs for pieces in payload[s.name]]
-            with use_target(self._platform):
-                written = iter(put_blocks(pools, row, rows))
-            return {s.name: tuple(next(written) for _ in range(s.layers)) for s in specs}
+            rows = [[self._join(kind, s, pieces) for pieces in payload[s.name]] for s in specs]
+            written = self._put([caches[s.name] for s in specs], row, rows)
+            return {s.name: tuple(pools) for s, pools in zip(specs, written, strict=True)}
 
         caches = kv_cache.cache_specs_tree(specs, self.axes)
-        pieces = {s.name: ((layout.payload_spec(kind, s),) * layout.num_pieces(s, cut),) * s.layers for s in specs}
-        payload = {s.name: ((self.piece(kind, s, size, cut),) * layout.num_pieces(s, cut),) * s.layers for s in specs}
+        pieces = {s.name: ((layout.payload_spec(kind, s),) * layout.num_pieces(s, cut),) * layout.num_arrays(s) for s in specs}
+        payload = {s.name: ((self.piece(kind, s, size, cut),) * layout.num_pieces(s, cut),) * layout.num_arrays(s) for s in specs}
         in_specs = (caches, pieces, rank_spec(self.axes))
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=caches, check_vma=False)
         return jax.jit(mapped, donate_argnums=(0,)).lower(self._abstract_pools(kind), payload, self._abstract_row(size))
+
+    def _take(self, caches: Sequence[Sequence[jax.Array]], ids: jax.Array, count: jax.Array) -> list[Sequence[jax.Array]]:
+        """Per cache its arrays (`BlockLayout.stacked`)."""
+        if not self.layout.stacked:
+            return [[pool[ids] for pool in pools] for pools in caches]
+        with use_target(self._platform):
+            return [[x] for x in take_blocks(caches, ids, count)]
+
+    def _put(self, caches: Sequence[Sequence[jax.Array]], ids: jax.Array, rows: Sequence[Sequence[jax.Array]]) -> list[Sequence[jax.Array]]:
+        if not self.layout.stacked:
+            pairs = [zip(pools, arrays, strict=True) for pools, arrays in zip(caches, rows, strict=True)]
+            return [[pool.at[ids].set(x, mode="drop") for pool, x in pair] for pair in pairs]
+        with use_target(self._platform):
+            return put_blocks(caches, ids, [x for (x,) in rows])
 
     def _cut(self, kind: str, spec: CacheSpec, rows: jax.Array, cut: int) -> tuple[jax.Array, ...]:
         pieces = self.layout.num_pieces(spec, cut)

@@ -51,8 +51,9 @@ CACHED_BYTES = 16 << 20
 class Payload:
     """`count` blocks (or state rows) of every cache of a kind, on the devices of one DP rank, in a bucket of `size`.
 
-    pieces[cache][layer][t] is the tuple of one-device arrays on tensor-parallel device t: [size, *entry], the split dimension
-    cut into equal pieces (one, unless the two sides' tp differ). Rows from `count` on are undefined.
+    pieces[cache][i][t] is the tuple of one-device arrays on tensor-parallel device t, the split dimension cut into equal pieces
+    (one, unless the two sides' tp differ): on GPUs [size, *entry] of layer i, on CPUs one [size, layers, *entry] (i = 0). Rows
+    from `count` on are undefined.
     """
 
     kind: str
@@ -92,13 +93,13 @@ class BlockMover(BlockLayout):
     """
 
     def __init__(self, runner: Any, buckets: Sequence[int] = BUCKETS) -> None:
-        super().__init__(runner.cache_specs, runner.config.axes, runner.config.block_size)
+        self._on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
+        super().__init__(runner.cache_specs, runner.config.axes, runner.config.block_size, stacked=self._on_cpu)
         self.runner = runner
         self.ranks = len(runner.placement.local_ranks)
         self._whole = self.ranks == self.axes.dp  # one process owns all ranks: the pools are used as they are
         self.mesh = runner.mesh if self._whole else _local_mesh(runner)
         self._devices = self.mesh.devices.reshape(self.ranks, self.axes.tp)
-        self._on_cpu = self._devices[0, 0].platform == "cpu"
         self.buckets = self._fitting(buckets)
         self._programs = BlockPrograms(runner, self, self.mesh, self.ranks, self.buckets)
         self._cuts = {1}  # pieces per device that programs exist for
@@ -150,11 +151,11 @@ class BlockMover(BlockLayout):
         """Sends another mover's payload to the devices of local rank `rank` of this one; asynchronous. Thread-safe."""
         if payload.size not in self.buckets:
             raise ValueError(f"a payload of {payload.size} blocks fits none of this side's buckets {self.buckets}")
-        shape = {
-            spec.name: tuple(_assign(layer, self.axes.tp, spec.tp_dim is not None) for layer in payload.pieces[spec.name])
-            for spec in self.specs[payload.kind]
-        }
-        if self._on_cpu and _platform_of(payload) == "cpu":
+        tp, shape = self.axes.tp, payload.pieces
+        if tp > 1 or len(next(iter(shape.values()))[0]) > 1:
+            specs = self.specs[payload.kind]
+            shape = {s.name: tuple(_assign(layer, tp, s.tp_dim is not None) for layer in shape[s.name]) for s in specs}
+        if self._on_cpu and not _own_memory(payload):
             return BorrowedPayload(payload.kind, rank, payload.count, payload.size, shape)
         sources, targets = zip(*((p, self._devices[rank, t]) for t, p in _leaves(shape)), strict=True)
         return Payload(payload.kind, rank, payload.count, payload.size, _refill(shape, jax.device_put(sources, targets)))
@@ -198,12 +199,11 @@ class BlockMover(BlockLayout):
             for devices in payload.pieces[spec.name]:
                 pieces = [np.asarray(p)[: payload.count] for device in devices for p in device]
                 layers.append(np.concatenate(pieces, axis=dim) if split else pieces[0])
-            out[spec.name] = np.stack(layers, axis=1)
+            out[spec.name] = layers[0].copy() if self.stacked else np.stack(layers, axis=1)
         return out
 
     def from_host(self, arrays: Mapping[str, np.ndarray], rank: int, kind: str = "blocks") -> list[Payload]:
-        """Payloads on local rank `rank` from `to_host` arrays of any number of blocks, in order; asynchronous. On a CPU a payload
-        may use the arrays' own memory: leave them unchanged."""
+        """Payloads on local rank `rank` from `to_host` arrays of any number of blocks, in order; asynchronous."""
         counts = {len(arrays[s.name]) for s in self.specs[kind]}
         if len(counts) != 1:
             raise ValueError(f"caches of different lengths: { {n: len(a) for n, a in arrays.items()} }")
@@ -224,8 +224,8 @@ class BlockMover(BlockLayout):
             if count < size:
                 rows = np.concatenate([rows, np.zeros((size - count, *rows.shape[1:]), rows.dtype)])
             layers = []
-            for layer in range(spec.layers):
-                whole = np.ascontiguousarray(rows[:, layer])
+            for i in range(self.num_arrays(spec)):
+                whole = np.array(rows if self.stacked else rows[:, i])  # a copy: on a CPU the payload lies in this memory
                 split = spec.tp_dim is not None and tp > 1
                 parts = np.split(whole, tp, axis=self.split_dim(kind, spec)) if split else [whole] * tp
                 sources += [np.ascontiguousarray(p) for p in parts]
@@ -285,12 +285,12 @@ class BlockMover(BlockLayout):
         """What `scatter`'s program takes: the payloads' arrays as shards; ranks without one get zeros that stay unwritten."""
         pieces = {rank: self._here(payload) for rank, payload in payloads.items()}
         if self.mesh.size == 1:
-            return {name: tuple(devices[0] for devices in layers) for name, layers in pieces[0].items()}
+            return {name: tuple([pieces for (pieces,) in layers]) for name, layers in pieces[0].items()}
         blank = self._blank(kind, size, cut) if len(payloads) < self.ranks else None
         out = {}
         for s in self.specs[kind]:
             whole, layers = self._programs.piece(kind, s, size, cut), []
-            for layer in range(s.layers):
+            for layer in range(self.num_arrays(s)):
                 joined = []
                 for j in range(self.num_pieces(s, cut)):
                     parts = [
@@ -308,13 +308,14 @@ class BlockMover(BlockLayout):
         (here for many devices, with the program's call for one), and which keep the memory until it is done with it."""
         if not isinstance(payload, BorrowedPayload):
             return payload.pieces
-        views = [np.asarray(p) for _, p in _leaves(payload.pieces)]
+        views = {n: tuple([tuple([tuple([np.asarray(p) for p in d]) for d in layer]) for layer in x]) for n, x in payload.pieces.items()}
         if self.mesh.size > 1:
-            views = jax.device_put(views, [self._devices[payload.rank, t] for t, _ in _leaves(payload.pieces)])
-        return _refill(payload.pieces, views)
+            devices, leaves = zip(*((self._devices[payload.rank, t], view) for t, view in _leaves(views)), strict=True)
+            return _refill(views, jax.device_put(leaves, devices))
+        return views
 
     def _blank(self, kind: str, size: int, cut: int) -> dict[str, Any]:
-        """Zero pieces [rank][t][piece], the same for all layers of a cache; kept."""
+        """Zero pieces [rank][t][piece], the same for all arrays of a cache; kept."""
         key = (kind, size, cut)
         if key not in self._dummies:
             out = {}
@@ -372,9 +373,10 @@ def _cut_of(payload: Payload) -> int:
     return max(len(layers[0][0]) for layers in payload.pieces.values())
 
 
-def _platform_of(payload: Payload) -> str:
+def _own_memory(payload: Payload) -> bool:
+    """Whether its devices have memory that others cannot read."""
     (first, *_), *_ = next(iter(payload.pieces.values()))[0]
-    return next(iter(first.devices())).platform
+    return next(iter(first.devices())).platform != "cpu"
 
 
 def _leaves(pieces: dict[str, Any]) -> Iterator[tuple[int, Any]]:

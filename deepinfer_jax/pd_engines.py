@@ -7,23 +7,21 @@ kv_transfer.py.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from deepinfer_jax.admission import check_request, new_detokenizer, new_sequence
+from deepinfer_jax.admission import check_request
 from deepinfer_jax.compile_watch import compile_watch
-from deepinfer_jax.detokenizer import IncrementalDetokenizer
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.handoff import HandoffConfig, Link, Message, Refused, RequestState, make_layout, model_fingerprint
 from deepinfer_jax.handoff_source import Sender
 from deepinfer_jax.handoff_target import Receiver
 from deepinfer_jax.kv_transfer import BUCKETS, BlockMover, Payload
 from deepinfer_jax.models.resolve import resolve_model_path
-from deepinfer_jax.outputs import Logprob, LogprobDict, RequestMetrics
+from deepinfer_jax.request_state import load_state, new_completion, request_state
 from deepinfer_jax.requests import Completion, Request
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs
@@ -143,7 +141,7 @@ class PromptEngine(_HandoverEngine):
         scheduler = self.schedulers[c.rank]
         if key in self.sender.outgoing or scheduler.max_len_of(c.seq) <= c.seq.prompt_len + 1:
             return  # or it ends here, whatever its first token is
-        state = RequestState(key, c.request.prompt_token_ids, params_to_dict(c.params), c.seed)
+        state = RequestState(key, c.request.prompt_token_ids, c.params.to_dict(), c.seed)
         self.sender.offer(key, state.to_dict(), scheduler.config.pages(c.seq.prompt_len), int(self._has_states))
 
     def pe_prepare_save_kvcache(self, scheduled: list[Sequence], finished: list[Sequence]) -> None:
@@ -213,13 +211,12 @@ class PromptEngine(_HandoverEngine):
             firsts = {source: target for source, target in reversed(queues)}
             chosen = {source: (target, queues.pop((source, target))) for source, target in firsts.items()}
             ids = [[b for *_, b in chosen[r][1]] if r in chosen else [] for r in range(self.mover.ranks)]
-            for source, payloads in enumerate(self.mover.gather(ids, kind, self._cuts.get(link.peer, 1))):
-                at = 0
-                for payload in payloads:
-                    target, rows = chosen[source]
-                    segments = runs(rows[at : at + payload.count])
-                    link.send(Message("pages", "", {"kind": kind, "segments": segments}, payload), target)
-                    at += payload.count
+            sent = [0] * self.mover.ranks
+            for source, payload in self.mover.gathers(ids, kind, self._cuts.get(link.peer, 1)):  # each goes at once, still cached
+                target, rows = chosen[source]
+                segments = runs(rows[sent[source] : sent[source] + payload.count])
+                link.send(Message("pages", "", {"kind": kind, "segments": segments}, payload), target)
+                sent[source] += payload.count
 
     def handed_over(self, key: str, target: str) -> None:
         self._drop_request(key)
@@ -321,67 +318,6 @@ class CompletionEngine(_HandoverEngine):
 
     def abort(self, handoff_id: str, reason: str) -> None:
         self.abort_request(handoff_id)
-
-
-# ---- a request as plain values ------------------------------------------------------------------------------------------------
-
-
-def params_to_dict(params: SamplingParams) -> dict[str, Any]:
-    """Plain values that `SamplingParams.from_dict` takes back."""
-    return params.to_dict()
-
-
-def request_state(c: Completion) -> RequestState:
-    """A completion after its first token."""
-    request = c.request
-    return RequestState(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        params=params_to_dict(c.params),
-        seed=c.seed,
-        output_token_ids=c.seq.output_token_ids.tolist(),
-        logprobs=None if c.logprobs is None else [logprob_entries(e) for e in c.logprobs],
-        cumulative_logprob=c.cumulative_logprob,
-        prompt_logprobs=None if request.prompt_logprobs is None else [e and logprob_entries(e) for e in request.prompt_logprobs],
-        detokenizer=None if c.detokenizer is None else c.detokenizer.state_dict(),
-        consumed=c.consumed,
-        reported=c.reported,
-        metrics=dataclasses.asdict(request.metrics),
-        hit_tokens=c.seq.hit_tokens,
-        num_preemptions=c.seq.num_preemptions,
-    )
-
-
-def new_completion(engine: LLMEngine, handoff_id: str, state: RequestState, params: SamplingParams, rank: int) -> Completion:
-    """A completion without outputs, as the engine that reserves for it needs it."""
-    request = Request(handoff_id, None, state.prompt_token_ids, params)
-    seq = new_sequence(engine, request, params, np.asarray(state.prompt_token_ids, np.int32))
-    detokenizer = new_detokenizer(engine, state.prompt_token_ids, params)
-    c = Completion(request, seq, rank, 0, params, detokenizer, None if params.logprobs is None else [], state.seed)
-    request.completions.append(c)
-    return c
-
-
-def load_state(engine: LLMEngine, c: Completion, state: RequestState) -> None:
-    """Goes on where `request_state` was taken; the sequence has its tokens already."""
-    if state.detokenizer is not None and engine.tokenizer is not None:
-        c.detokenizer = IncrementalDetokenizer.from_state_dict(engine.tokenizer, state.detokenizer)
-    if state.logprobs is not None:
-        c.logprobs = [_logprobs(e) for e in state.logprobs]
-    c.cumulative_logprob, c.consumed, c.reported = state.cumulative_logprob, state.consumed, state.reported
-    if state.prompt_logprobs is not None:
-        c.request.prompt_logprobs = [e and _logprobs(e) for e in state.prompt_logprobs]
-    c.request.metrics = RequestMetrics(**state.metrics)
-    c.seq.hit_tokens, c.seq.num_preemptions = state.hit_tokens, state.num_preemptions
-
-
-def logprob_entries(entry: LogprobDict) -> list[list[Any]]:
-    """Plain values; JSON has no integer keys."""
-    return [[token, x.logprob, x.rank, x.decoded_token] for token, x in entry.items()]
-
-
-def _logprobs(entries: list[list[Any]]) -> LogprobDict:
-    return {token: Logprob(logprob, rank, text) for token, logprob, rank, text in entries}
 
 
 def runs(rows: list[tuple[str, int, int]]) -> list[list[Any]]:

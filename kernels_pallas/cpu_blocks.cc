@@ -1,4 +1,4 @@
-// Copies rows (KV blocks, state rows) out of many pools into arrays of their own, and back, as an XLA FFI custom call.
+// Copies rows (KV blocks, state rows) of all layers' pools into one array per cache, and back, as an XLA FFI custom call.
 //
 // A chunk is a run of rows of one pool, or part of a row, big enough to be worth a claim. Rows taken out are written with plain
 // stores, so that whoever puts them elsewhere finds them in the cache; rows put into a pool are written past it.
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int64_t CHUNK_BYTES = 128 << 10;
 
-struct Rows {  // of one pool: row ids[i] of the pool is row i of the other array
+struct Rows {  // of one pool: row ids[i] of the pool lies at i * stride of the other array
   char* pool;
   char* other;
-  int64_t pool_rows, row_bytes;
+  int64_t pool_rows, row_bytes, stride;
   int64_t first_chunk, rows_per_chunk, chunks_per_row;  // one of the latter two is 1
 };
 
@@ -59,10 +59,10 @@ struct CopyBlocks : Job {
   bool put;
   explicit CopyBlocks(int64_t threads) : Job(1, threads) {}
 
-  void add_rows(char* pool, char* other, int64_t pool_rows, int64_t row_bytes) {
+  void add_rows(char* pool, char* other, int64_t pool_rows, int64_t row_bytes, int64_t stride) {
     if (row_bytes == 0 || pool_rows == 0 || count == 0) return;
     const int64_t together = std::max<int64_t>(1, CHUNK_BYTES / row_bytes), apart = (row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    parts.push_back({pool, other, pool_rows, row_bytes, chunks, together, apart});
+    parts.push_back({pool, other, pool_rows, row_bytes, stride, chunks, together, apart});
     chunks += together > 1 ? (count + together - 1) / together : count * apart;
   }
   void chunk(int64_t i) const {
@@ -80,7 +80,7 @@ struct CopyBlocks : Job {
     const int64_t id = ids[row];
     if (id < 0 || id >= part.pool_rows) return;  // a row to drop
     char* pool = part.pool + id * part.row_bytes + begin;
-    char* other = part.other + row * part.row_bytes + begin;
+    char* other = part.other + row * part.stride + begin;
     if (put) copy_streaming(pool, other, n);
     else std::memcpy(other, pool, n);
   }
@@ -97,35 +97,49 @@ int64_t width(XLA_FFI_DataType type) {
   }
 }
 
-int64_t row_bytes(const XLA_FFI_Buffer* b) {
+int64_t bytes(const XLA_FFI_Buffer* b, int64_t from) {
   int64_t n = width(b->dtype);
-  for (int64_t i = 1; i < b->rank; i++) n *= b->dims[i];
+  for (int64_t i = from; i < b->rank; i++) n *= b->dims[i];
   return n;
+}
+
+// The pools of one array [size, layers, ...].
+bool add_cache(CopyBlocks& job, const XLA_FFI_CallFrame* frame, int64_t first_pool, const XLA_FFI_Buffer* other) {
+  const int64_t row = bytes(other, 2);
+  for (int64_t layer = 0; layer < other->dims[1]; layer++) {
+    const XLA_FFI_Buffer* pool = argument(frame, first_pool + layer);
+    if (pool->rank < 1 || pool->dtype != other->dtype || bytes(pool, 1) != row) return false;
+    job.add_rows(data<char>(pool), data<char>(other) + layer * row, pool->dims[0], row, other->dims[1] * row);
+  }
+  return true;
 }
 
 }  // namespace
 }  // namespace deepinfer
 
-// Attribute: put s64 (0: out of the pools, 1: into them). Operands: count s32 [1]; ids s32 [size]; n pools [N, ...]; put: also n
-// arrays [size, ...]. Results: n arrays [size, ...], whose rows from `count` on are left as they are; put: the n pools, each in
-// its operand's memory. Rows whose id is outside [0, N) are skipped.
+// Attribute: put s64 (0: out of the pools, 1: into them). Operands: count s32 [1]; ids s32 [size]; for each cache its layers' pools
+// [N, ...]; put: then an array [size, layers, ...] per cache. Results: these arrays, whose rows from `count` on are left as they
+// are; put: the pools, each in its operand's memory. Rows whose id is outside [0, N) are skipped.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_blocks(XLA_FFI_CallFrame* frame) {
   using namespace deepinfer;
   if (answered(frame)) return nullptr;
   const bool put = attribute<int64_t>(frame, "put", 0);
-  const int64_t pools = frame->rets.size;
-  if (frame->args.size != 2 + pools * (put ? 2 : 1)) return fail(frame, "cpu_blocks: expected count, ids, pools[, rows] -> rows or pools");
+  const int64_t pools = put ? frame->rets.size : frame->args.size - 2, caches = put ? frame->args.size - 2 - pools : frame->rets.size;
+  if (pools < 0 || caches < 0) return fail(frame, "cpu_blocks: expected count, ids, pools[, rows] -> rows or pools");
   const int64_t size = argument(frame, 1)->dims[0], threads = pool_threads(frame);
   auto job = std::make_unique<CopyBlocks>(threads);
   job->ids = data<const int32_t>(argument(frame, 1)), job->put = put;
   job->count = std::min<int64_t>(size, std::max(0, *data<const int32_t>(argument(frame, 0))));
-  for (int64_t i = 0; i < pools; i++) {
-    const XLA_FFI_Buffer *pool = argument(frame, 2 + i), *other = put ? argument(frame, 2 + pools + i) : result(frame, i);
-    if (pool->rank < 1 || other->rank < 1 || other->dims[0] != size || other->dtype != pool->dtype || row_bytes(other) != row_bytes(pool) || !width(pool->dtype))
+  int64_t pool = 0;
+  for (int64_t i = 0; i < caches; i++) {
+    const XLA_FFI_Buffer* other = put ? argument(frame, 2 + pools + i) : result(frame, i);
+    if (other->rank < 2 || other->dims[0] != size || !width(other->dtype) || pool + other->dims[1] > pools || !add_cache(*job, frame, 2 + pool, other))
       return fail(frame, "cpu_blocks: types or shapes of pools and rows do not fit together");
-    if (put && result(frame, i)->data != pool->data) return fail(frame, "cpu_blocks: a pool is not written in place");
-    job->add_rows(data<char>(pool), data<char>(other), pool->dims[0], row_bytes(pool));
+    pool += other->dims[1];
   }
+  if (pool != pools) return fail(frame, "cpu_blocks: a pool belongs to no array");
+  for (int64_t i = 0; put && i < pools; i++)
+    if (result(frame, i)->data != argument(frame, 2 + i)->data) return fail(frame, "cpu_blocks: a pool is not written in place");
   job->add<&CopyBlocks::chunk>(job.get(), job->chunks);
   job.release()->run(frame, threads);
   return nullptr;

@@ -104,7 +104,7 @@ class DeviceImporter:
         if not 0 < count <= size or size not in mover.buckets or kind not in mover.kinds:
             raise ValueError(f"{count} of {size} {kind}; this side's buckets are {mover.buckets}, its kinds {mover.kinds}")
         devices, specs = mover.device_row(hand.rank), sorted(mover.specs[kind], key=lambda s: s.name)
-        order = [(s, layer, t) for s in specs for layer in range(s.layers) for t in range(len(devices))]
+        order = [(s, i, t) for s in specs for i in range(mover.num_arrays(s)) for t in range(len(devices))]
         wanted = [(mover.shard_shape(kind, s, size), np.dtype(s.dtype).name) for s, _, _ in order]
         given = [(tuple(shape), dtype) for _, shape, dtype in hand.arrays]
         if given != wanted:
@@ -114,5 +114,5 @@ class DeviceImporter:
             for (s, _, t), (shape, _) in zip(order, wanted, strict=True)
         ]
         arrays = iter(self._connection.pull(remote["number"], structs))
-        pieces = {s.name: tuple(tuple((next(arrays),) for _ in devices) for _ in range(s.layers)) for s in specs}
+        pieces = {s.name: tuple(tuple((next(arrays),) for _ in devices) for _ in range(mover.num_arrays(s))) for s in specs}
         return PulledPayload(kind, hand.rank, count, size, pieces, time.monotonic() + self._timeout, ended, fail)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -14,8 +12,8 @@ from deepinfer_jax.scheduler.router import Assignment, Capacity, CompletionLoad,
 class ElasticRouter(Router):
     """Starts empty. NORMAL engines join as prompt engines that answer everything themselves (`needs_completion` False)."""
 
-    def __init__(self, config: RouterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__((), {}, config, clock)
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        super().__init__((), {}, config)
         self.needs_completion = True
 
     def _check_engines(self) -> None:

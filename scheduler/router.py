@@ -1,7 +1,7 @@
 """Router over N prompt and M completion engines: who prefills a request, who decodes it, when to wait, what to do on failure.
 
 Bookkeeping only: the caller moves the requests and reports what happened; the same class serves the in-process runner, the
-router process and the simulator. Every call is O(engines) or O(what it returns); time comes from `clock`.
+router process and the simulator. Every call is O(engines) or O(what it returns); it looks at no clock.
 
 Life of a request (ids on the right are attempt ids, `request_id@attempt`, so nothing can find an older attempt's result):
 
@@ -21,10 +21,9 @@ Life of a request (ids on the right are attempt ids, `request_id@attempt`, so no
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -158,10 +157,8 @@ class Router:
         prompt_engines: Iterable[str],
         completion_engines: Mapping[str, Capacity],
         config: RouterConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or RouterConfig()
-        self.clock = clock
         self.prompt = {name: PromptLoad(name) for name in prompt_engines}
         self.completion = {name: CompletionLoad(name, capacity) for name, capacity in completion_engines.items()}
         self._check_engines()

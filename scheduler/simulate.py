@@ -109,7 +109,7 @@ class Simulation:
         if not any(engine.spec.config.enable_prefix_caching for engine in prompt):
             config = replace(config, affinity_block=0)
         capacities = {name: _capacity(engine.spec) for name, engine in self.engines.items() if not engine.policy.does_prefill}
-        return Router([engine.name for engine in prompt], capacities, config, clock=lambda: self.now)
+        return Router([engine.name for engine in prompt], capacities, config)
 
     def run(self) -> SimulationResult:
         self._next_arrival(0)

@@ -162,6 +162,25 @@ def test_prefix_hits_are_reported(both):
     assert again.num_cached_tokens == 36 and again.metrics.num_cached_tokens == 36
 
 
+def test_chunks_move_before_the_last_one_is_computed(apart, monkeypatch):
+    source, sent = apart.engine.prompt_engines[0], []
+    send_pages = source.send_pages
+
+    def spy(link, batch):
+        for _, key, first, count, _ in batch:
+            seq = source._by_key[key].seq
+            sent.append((first, count, seq.num_scheduled, source.sender.outgoing[key].state is None))
+        send_pages(link, batch)
+
+    monkeypatch.setattr(source, "send_pages", spy)
+    prompt = list(range(400, 500))
+    apart.generate([prompt], GREEDY, use_tqdm=False)
+    assert [first for first, *_ in sent] == [0, *np.cumsum([count for _, count, *_ in sent])[:-1]]
+    assert sum(count for _, count, *_ in sent) == 25, "pages of the prompt, each once"
+    early = [computed for *_, computed, before_first_token in sent if before_first_token]
+    assert len(early) >= 3 and early[0] < len(prompt), sent
+
+
 def test_streams_are_the_same_text_in_pieces(normal, apart):
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=10, ignore_eos=True, logprobs=1, n=2)
     whole = normal.generate(SEVERAL[:3], params, use_tqdm=False)

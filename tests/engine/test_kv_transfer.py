@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from copies_fuzz import copies
 from fake_runner import fake_runner
 
 from deepinfer_jax import kv_transfer
+from deepinfer_jax.kv_layout import BlockLayout
 from deepinfer_jax.kv_transfer import BlockMover, BorrowedPayload
 from deepinfer_jax.models.base import PagedCache
 
@@ -69,8 +71,9 @@ def test_any_mesh_to_any_mesh(source, target):
 @pytest.mark.parametrize(("source", "target"), [(dict(), dict(first_device=1)), (dict(tp=2), dict(tp=4, first_device=4))])
 def test_devices_with_memories_of_their_own(source, target, monkeypatch):
     """What runs on GPUs: their gather and scatter, and copies between devices."""
-    monkeypatch.setenv("DEEPINFER_KERNELS", "take_blocks=xla,put_blocks=xla")
-    monkeypatch.setattr(kv_transfer, "_platform_of", lambda payload: "cuda")
+    monkeypatch.setattr(kv_transfer, "_own_memory", lambda payload: True)
+    init = BlockLayout.__init__
+    monkeypatch.setattr(BlockLayout, "__init__", lambda self, *args, stacked: init(self, *args, stacked=False))
     check_move(source, target)
 
 
@@ -167,3 +170,7 @@ def test_refuses_what_cannot_be_cut():
     mover = BlockMover(fake_runner())
     with pytest.raises(ValueError, match="dimension of 4 cannot be cut into 8 pieces"):
         mover.prepare_for(8)
+
+
+def test_many_in_flight_both_ways():
+    assert copies(seed=0, moves=400) >= 400

@@ -1,12 +1,14 @@
 """Random faults over a fake deployment (handoff_world.py).
 
-As a script: `python tests/helpers/handoff_fuzz.py --requests 100000 [--seed N]`; a failing seed is printed.
+As a script: `python tests/helpers/handoff_fuzz.py --requests 100000 [--moves 20000] [--seed N]`; a failing seed is printed. It also
+moves blocks between real pools (copies_fuzz.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import time
 from collections import Counter
@@ -75,6 +77,7 @@ def fuzz(first_seed: int, requests: int) -> Counter:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--moves", type=int, default=20_000, help="payloads of blocks moved between real pools")
     parser.add_argument("--seed", type=int, default=None)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -85,6 +88,12 @@ def main() -> None:
         total += fuzz(seed + done // PER_EPISODE, min(2000, arguments.requests - done))
         done += min(2000, arguments.requests - done)
         print(f"{done} requests from seed {seed}: {dict(total)}, {time.time() - start:.0f} s", flush=True)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"  # before JAX starts
+    from copies_fuzz import copies
+
+    print(f"moving {arguments.moves} payloads, seed {seed}", flush=True)
+    start = time.time()
+    print(f"{copies(seed, arguments.moves)} payloads arrived as they were, {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ class World(Coordinator):
         self.ranks = ranks
         capacity = Capacity(ranks * 5, ranks * ce_blocks * 4, 48)
         config = RouterConfig(**{"max_held_requests": 5, "affinity_block": 4} | router)
-        self.router = Router(names[0], {n: capacity for n in names[1]}, config, lambda: self.now)
+        self.router = Router(names[0], {n: capacity for n in names[1]}, config)
         for name in (*names[0], *names[1]):
             self.workers[name] = FakeWorker(self._engine(name))
         for p in names[0]:
