@@ -62,7 +62,8 @@ class KVReuse:
         self._loader = ThreadPoolExecutor(2, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save")
         self._saved: OrderedDict[str, None] = OrderedDict()
-        self._pending_bytes = 0
+        self._pending_bytes = 0  # of both threads: under _pending_lock
+        self._pending_lock = threading.Lock()
 
     @classmethod
     def for_engine(cls, engine: LLMEngine) -> KVReuse:
@@ -120,6 +121,8 @@ class KVReuse:
         self.loading -= len(arrived)
         items = []
         for load in arrived:
+            for key in load.prefix.keys[load.loaded.count if load.loaded is not None else 0 :]:
+                self._saved.pop(key, None)  # no tier has it any more: to be saved again
             if load.loaded is not None and load.loaded.count and not load.c.seq.is_finished:
                 items += self._insert(load.c, load.prefix, load.loaded)
         self.mover.scatter(items)
@@ -154,7 +157,7 @@ class KVReuse:
         if self._pending_bytes + nbytes > PENDING_BYTES:
             self.counters["dropped"] += pages - first
             return
-        self._pending_bytes += nbytes
+        self._count_pending(nbytes)
         prefix = self.prefix_of(seq, pages, first)
         ids = [[] for _ in self.engine.schedulers]
         ids[rank] = seq.block_ids[first:pages].tolist()
@@ -173,7 +176,11 @@ class KVReuse:
             self.counters["failed_saves"] += 1
             logger.exception("saving %d pages failed", len(prefix.keys))
         finally:
-            self._pending_bytes -= nbytes
+            self._count_pending(-nbytes)
+
+    def _count_pending(self, nbytes: int) -> None:
+        with self._pending_lock:
+            self._pending_bytes += nbytes
 
     def wait_saved(self) -> None:
         """Everything saved so far is where it belongs, on disk with write-through."""

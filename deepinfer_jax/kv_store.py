@@ -137,7 +137,7 @@ class KVStore:
         """Writes those that are not there yet; how many are there now. Never raises for what the file system does."""
         if self.disabled:
             return 0
-        stored, temps = 0, []
+        stored, added, temps = 0, 0, []
         try:
             for page in pages:
                 path = self.path(page.key, page.namespace)
@@ -145,6 +145,7 @@ class KVStore:
                     stored += 1
                 elif self.max_bytes is None or page.nbytes < self.max_bytes:
                     temps.append((self._write_temp(path, page), path))
+                    added += temps[-1][0].stat().st_size
             self._publish(temps)
         except OSError as error:
             for temp, _ in temps:
@@ -153,7 +154,10 @@ class KVStore:
             self._failed("writing", error)
             return stored
         self.counters["written"] += len(temps)
-        self._collect_if_full(sum(path.stat().st_size for _, path in temps if path.exists()))
+        try:
+            self._collect_if_full(added)
+        except OSError as error:
+            self._failed("collecting", error)
         return stored + len(temps)
 
     def _write_temp(self, path: Path, page: Page) -> Path:
@@ -254,7 +258,7 @@ def collect(folder: str | Path, max_bytes: int, *, stale_temps: float = STALE_TE
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0, 0, sum(e.nbytes for e in entries(folder))
-        found = sorted(entries(folder), key=lambda e: e.path.stat().st_mtime_ns if e.path.exists() else 0)
+        found = sorted(entries(folder), key=lambda e: e.used)
         left, removed, freed = sum(e.nbytes for e in found), 0, 0
         for entry in found:
             if left <= max_bytes:

@@ -55,6 +55,9 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._pages)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._pages
+
     def get(self, key: str, tokens: np.ndarray) -> Page | None:
         with self._lock:
             found = self._pages.get(key)
@@ -105,8 +108,7 @@ class TieredStore:
         self._readers = ThreadPoolExecutor(READERS, "kv-read")
 
     def has(self, key: str, namespace: str) -> bool:
-        in_host = self.host is not None and key in self.host._pages
-        return in_host or (self.disk is not None and self.disk.has(key, namespace))
+        return (self.host is not None and key in self.host) or (self.disk is not None and self.disk.has(key, namespace))
 
     def load(self, prefix: Prefix) -> Loaded:
         """The longest run of pages from the first one on that some tier holds; reads in parallel."""

@@ -9,11 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from snapshot_cases import tiny_engine
+from snapshot_cases import GOLDEN, TINY, tiny_engine
 
-from deepinfer_jax import EngineType, SamplingParams
+from deepinfer_jax import LLM, EngineType, SamplingParams
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.kv_store import entries
+from deepinfer_jax.kv_store_format import verify_file
 
 PROMPT = [3 + 7 * i % 490 for i in range(60)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -76,7 +77,7 @@ def test_whatever_is_wrong_with_a_file_the_tokens_are_the_same(plain, folder):
     expected = generate(plain, [PROMPT])[0][0]
     engine = engine_with(folder)
     generate(engine, [PROMPT])
-    files = sorted(e.path for e in entries(folder))
+    files = sorted((e.path for e in entries(folder)), key=lambda path: path.stat().st_size)  # in the order of their pages
     good = {f: f.read_bytes() for f in files}
     for n, damage in enumerate((lambda b: b[:-1], lambda b: b"", lambda b: b[:200] + b"\xff" + b[201:], lambda b: b[:-9] + b"abcdefghi")):
         forget(engine)
@@ -85,6 +86,9 @@ def test_whatever_is_wrong_with_a_file_the_tokens_are_the_same(plain, folder):
             file.write_bytes(good[file])
         files[n].write_bytes(damage(good[files[n]]))
         assert generate(engine, [PROMPT])[0][0] == expected
+        for file in files:  # and it has been replaced (by what another chunking computes, so not bit by bit the same)
+            with open(file, "rb") as f:
+                verify_file(f, str(file))
     swapped = dict(zip(files, [*files[1:], files[0]], strict=True))
     for file, other in swapped.items():
         file.write_bytes(good[other])  # whole pages under wrong names
@@ -199,6 +203,18 @@ def test_prompt_engines_save_and_load(plain, folder):
         assert generate(engine, [PROMPT]) == [(expected[:1], cached)]
         engine.close()
     assert len(list(entries(folder))) == len(PROMPT) // 8
+
+
+def test_a_turn_decoded_by_a_completion_engine_starts_warm_on_another_prompt_engine(plain, folder):
+    fields = {k: v for k, v in TINY.items() if k not in ("zero_overhead_scheduling", "stop_preempted_request", "warm_up")}
+    fields |= {"disaggregate": "1P:1D", "kv_store": str(folder), "num_blocks": 40}
+    with LLM(str(GOLDEN / "llama"), **fields) as llm:
+        answer = llm.generate([PROMPT[:30]], GREEDY.replace(max_tokens=30), use_tqdm=False)[0].outputs[0].token_ids
+    turn = [*PROMPT[:30], *answer, 5, 6, 7]
+    with LLM(str(GOLDEN / "llama"), **fields) as llm:
+        output = llm.generate([turn], GREEDY, use_tqdm=False)[0]
+    assert output.num_cached_tokens == 56  # 30 of the prompt, 26 that were decoded
+    assert output.outputs[0].token_ids == generate(plain, [turn])[0][0]
 
 
 def test_write_back_reaches_the_disk_at_the_latest_when_the_engine_closes(folder):
