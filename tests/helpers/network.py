@@ -55,7 +55,6 @@ class Host:
         _run(f"ip link set {self.port} master bridge0 up")
         for command in ("link set lo up", f"addr add {self.address}/24 dev eth0", "link set eth0 up"):
             _run(f"ip {command}", self.prefix)
-        self.heal()
 
     def cut(self) -> None:
         """The bridge drops whatever comes from it or would go to it."""

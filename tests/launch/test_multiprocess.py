@@ -27,41 +27,45 @@ def generate(d, prompts):
     return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.fixture(scope="module")
-def normal(tmp_path_factory):
-    with Deployment(tmp_path_factory.mktemp("normal"), deadline=3) as d:
+def test_a_job_of_two_processes_with_four_devices_each(tmp_path):
+    with Deployment(tmp_path, deadline=3) as d:
         names = d.job("normal", "N", "deepseek_v3", own=BLOCKS, decode_buckets=4, **EIGHT_RANKS)
         d.joined(*names)
         d.wait_for_engines(*names)
-        yield d
+        ranks_and_blocks_are_agreed(d)
+        tokens_equal_the_reference_whatever_the_load(d)
+        the_job_ends_with_one_of_its_processes_and_comes_back(d)
 
 
-def test_tokens_equal_the_reference_whatever_the_load(normal):
-    first, second = normal.processes["N.0"].text, normal.processes["N.1"].text
+def ranks_and_blocks_are_agreed(d):
+    first, second = d.processes["N.0"].text, d.processes["N.1"].text
     assert "ranks here: [0, 1, 2, 3]" in first and "ranks here: [4, 5, 6, 7]" in second
     assert "num_blocks: 80 here, 64 are used: the least among the processes of the job" in first
     assert all("cache 64 blocks of 16 per rank" in text for text in (first, second))
-    assert generate(normal, MOE.prompts) == MOE.greedy
-    assert generate(normal, MOE.prompts[:1]) == MOE.greedy[:1]  # seven ranks, and one process, are idle
-    assert generate(normal, MOE.prompts * 6) == MOE.greedy * 6
-    normal.wait_idle()
-    by_process = {e["name"]: e["steps"] for e in normal.status()["engines"]}
+
+
+def tokens_equal_the_reference_whatever_the_load(d):
+    assert generate(d, MOE.prompts) == MOE.greedy
+    assert generate(d, MOE.prompts[:1]) == MOE.greedy[:1]  # seven ranks, and one process, are idle
+    assert generate(d, MOE.prompts * 6) == MOE.greedy * 6
+    d.wait_idle()
+    by_process = {e["name"]: e["steps"] for e in d.status()["engines"]}
     assert by_process["N.0"] == by_process["N.1"] > 0  # every process took every step
 
 
-def test_the_job_ends_with_one_of_its_processes_and_comes_back(normal):
-    normal.processes["N.1"].kill()
-    assert normal.processes["N.0"].wait() in (1, 3)
+def the_job_ends_with_one_of_its_processes_and_comes_back(d):
+    d.processes["N.1"].kill()
+    assert d.processes["N.0"].wait() in (1, 3)
     start = time.monotonic()
-    with LLM(router=normal.address) as llm:
+    with LLM(router=d.address) as llm:
         out = llm.generate(prompt_token_ids=MOE.prompts[0], sampling_params=GREEDY, use_tqdm=False)[0].outputs[0]
     assert out.stop_reason == "no normal engine has been there for 3.0 s" and time.monotonic() - start < 10
-    normal.processes["N.0"].start(), normal.processes["N.1"].start()
-    normal.wait_for_engines("N.0", "N.1", timeout=150)
-    assert generate(normal, MOE.prompts) == MOE.greedy
+    d.processes["N.0"].start(), d.processes["N.1"].start()
+    d.wait_for_engines("N.0", "N.1", timeout=150)
+    assert generate(d, MOE.prompts) == MOE.greedy
     for name in ("N.0", "N.1"):
-        normal.processes[name].signal(15)
-    assert [normal.processes[name].wait() for name in ("N.0", "N.1")] == [0, 0]
+        d.processes[name].signal(15)
+    assert [d.processes[name].wait() for name in ("N.0", "N.1")] == [0, 0]
 
 
 def test_jobs_of_one_and_two_processes_of_either_role_with_different_meshes(tmp_path):

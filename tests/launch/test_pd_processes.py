@@ -20,19 +20,6 @@ LLAMA = Golden("llama")
 ALL = ("P0", "P1.0", "P1.1", "C0", "C1")
 HELPERS = Path(__file__).parent.parent / "helpers"
 LONG = GREEDY.replace(max_tokens=150)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with Deployment(tmp_path_factory.mktemp("pd"), secret=b"known to every process", peer_timeout=3, deadline=4) as d:
-        d.job("prompt", "P1", peer_timeout=3, cpu_devices=1, data_parallel_size=2)
-        for name in ("P0", "C0", "C1"):
-            d.engine("prompt" if name[0] == "P" else "completion", name, peer_timeout=3, cpu_devices=2, **MESHES.get(name, {}))
-        d.joined(*ALL)
-        d.wait_for_engines(*ALL)
-        yield d
-
-
 MESHES = {
     "P0": {"transport": "device"},
     "C0": {"transport": "device"},
@@ -45,14 +32,7 @@ def client(cluster):
     return LLM(router=cluster.address, router_options={"secret": cluster.secret})
 
 
-@pytest.fixture(scope="module")
-def llm(cluster):
-    with client(cluster) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def expected(llm):
+def long_answers(llm):
     """What the deployment answers to LONG while all is well; its beginning is the reference's answer."""
     out = tokens(llm.generate(prompt_token_ids=LLAMA.prompts, sampling_params=LONG, use_tqdm=False))
     assert [o[:24] for o in out] == LLAMA.greedy
@@ -100,7 +80,7 @@ def check_answers(outputs, expected, count):
     return len(failed)
 
 
-def test_start_up_says_what_each_process_is(cluster):
+def start_up_says_what_each_process_is(cluster):
     text = cluster.processes["C1"].text
     assert "role COMPLETION (2), process 0 of 1" in text and "mesh dp=2 ep=1 tp=1 over 2 cpu devices" in text
     assert "P0: hands over to C1 by the device transport" in cluster.processes["P0"].text
@@ -108,19 +88,19 @@ def test_start_up_says_what_each_process_is(cluster):
     assert "fingerprint " in text and "cache k: kind=blocks layers=3" in text
 
 
-def test_tokens_equal_the_reference(llm, cluster):
+def tokens_equal_the_reference(llm, cluster):
     assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
     cluster.wait_idle()
 
 
-def test_stream_gives_every_token_once(llm):
+def stream_gives_every_token_once(llm):
     got = {str(i): [] for i in range(len(LLAMA.prompts))}
     for out in llm.stream(prompt_token_ids=LLAMA.prompts, sampling_params=GREEDY):
         got[out.request_id] += out.outputs[0].token_ids
     assert list(got.values()) == LLAMA.greedy
 
 
-def test_several_completions_equal_single_ones_with_their_seeds(llm):
+def several_completions_equal_single_ones_with_their_seeds(llm):
     params = SamplingParams(n=3, seed=7, max_tokens=12, logprobs=2, ignore_eos=True)
     together = llm.generate(prompt_token_ids=LLAMA.prompts[0], sampling_params=params, use_tqdm=False)[0].outputs
     singles = [params.replace(n=1, seed=7 + i) for i in range(3)]
@@ -130,7 +110,7 @@ def test_several_completions_equal_single_ones_with_their_seeds(llm):
     assert all(len(c.logprobs) == 12 and t in e for c in together for t, e in zip(c.token_ids, c.logprobs, strict=True))
 
 
-def test_bad_requests_are_refused_and_others_go_on(llm):
+def bad_requests_are_refused_and_others_go_on(llm):
     with pytest.raises(ValueError, match=r"token id 99999 at position 0 is outside the vocabulary"):
         llm.generate(prompt_token_ids=[[99999]], use_tqdm=False)
     too_long = llm.generate(prompt_token_ids=[[1] * 300, LLAMA.prompts[0]], sampling_params=GREEDY, use_tqdm=False)
@@ -138,12 +118,13 @@ def test_bad_requests_are_refused_and_others_go_on(llm):
     assert too_long[1].outputs[0].token_ids == LLAMA.greedy[0]
 
 
-def test_bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm, tmp_path):
-    (tmp_path / "other").write_bytes(b"a secret of somebody else")
+def bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm):
+    other = cluster.folder / "other"
+    other.write_bytes(b"a secret of somebody else")
     bad = {
         "blocks": ({"block_size": 32}, r"block_size: 32 here, 16 on P0|block_size: 32 on the prompt side, 16 on the completion side"),
         "model": ({"model": "llama_bias"}, r"model: '\w+' here, '\w+' on P0|model: '\w+' on the prompt side, '\w+' on the completion"),
-        "secret": ({"secret_file": tmp_path / "other"}, r"the shared secrets? "),
+        "secret": ({"secret_file": other}, r"the shared secrets? "),
     }
     for name, (flags, _) in bad.items():
         cluster.engine("prompt", name, **{"no_warm_up": True} | flags)
@@ -168,15 +149,15 @@ def test_bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm, tm
     cluster.wait_idle()
 
 
-def test_closing_a_stream_frees_everything(llm, cluster):
+def closing_a_stream_frees_everything(llm, cluster):
     stream = llm.stream(prompt_token_ids=LLAMA.prompts, sampling_params=LONG)
     next(stream)
     stream.close()
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize("victim", ["C0", "P1.1"])
-def test_kill_9_under_load_and_rejoin(cluster, expected, victim):
+def kill_9_under_load_and_rejoin(cluster, expected, victim):
+    print(f"kill -9 {victim}")
     job = [n for n in ALL if n.partition(".")[0] == victim.partition(".")[0]]
     load = Load(cluster, LLAMA.prompts * 6, LONG)
     cluster.processes[victim].kill()
@@ -192,8 +173,8 @@ def test_kill_9_under_load_and_rejoin(cluster, expected, victim):
         assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
 
 
-@pytest.mark.parametrize("victim", ["C1", "P0"])
-def test_a_stopped_process_is_given_up_and_comes_back(cluster, expected, victim):
+def a_stopped_process_is_given_up_and_comes_back(cluster, expected, victim):
+    print(f"SIGSTOP {victim}")
     load = Load(cluster, LLAMA.prompts * 6, LONG)
     cluster.processes[victim].signal(signal.SIGSTOP)
     try:
@@ -207,7 +188,7 @@ def test_a_stopped_process_is_given_up_and_comes_back(cluster, expected, victim)
         assert tokens(llm.generate(prompt_token_ids=LLAMA.prompts * 4, sampling_params=GREEDY, use_tqdm=False)) == LLAMA.greedy * 4
 
 
-def test_a_client_that_dies_leaves_nothing_behind(cluster):
+def a_client_that_dies_leaves_nothing_behind(cluster):
     llm = client(cluster)
     for i, prompt in enumerate(LLAMA.prompts):
         llm.engine.add_request(str(i), prompt, LONG)
@@ -215,7 +196,7 @@ def test_a_client_that_dies_leaves_nothing_behind(cluster):
     cluster.wait_idle()
 
 
-def test_drain_lets_requests_finish(cluster, expected):
+def drain_lets_requests_finish(cluster, expected):
     load = Load(cluster, LLAMA.prompts * 4, LONG)
     cluster.processes["P0"].signal(signal.SIGTERM)
     cluster.processes["C0"].signal(signal.SIGTERM)
@@ -226,7 +207,7 @@ def test_drain_lets_requests_finish(cluster, expected):
     assert cluster.get("/healthz")[0] == 200
 
 
-def test_without_a_role_requests_end_with_a_reason(cluster, llm):
+def without_a_role_requests_end_with_a_reason(cluster, llm):
     cluster.processes["C1"].kill()
     start = time.monotonic()
     out = llm.generate(prompt_token_ids=LLAMA.prompts, sampling_params=GREEDY, use_tqdm=False)
@@ -236,7 +217,7 @@ def test_without_a_role_requests_end_with_a_reason(cluster, llm):
     assert code == 503 and "no completion engine" in body
 
 
-def test_a_lost_router_ends_requests_with_a_reason(cluster, llm):
+def a_lost_router_ends_requests_with_a_reason(cluster, llm):
     llm.engine.add_request("x", LLAMA.prompts[0], LONG)
     cluster.router.kill()
     start, outputs = time.monotonic(), []
@@ -248,3 +229,30 @@ def test_a_lost_router_ends_requests_with_a_reason(cluster, llm):
     cluster.router.start()  # engines find their way back without being restarted
     cluster.router.wait_for("listening on")
     cluster.wait_for_engines("P1.0", "P1.1")
+
+
+def test_a_deployment_in_good_and_bad_times(tmp_path):
+    """One test: starting the processes takes longer than most of it, and each part leaves them as the next needs them."""
+    with Deployment(tmp_path, secret=b"known to every process", peer_timeout=3, deadline=4) as cluster:
+        cluster.job("prompt", "P1", peer_timeout=3, cpu_devices=1, data_parallel_size=2)
+        for name, flags in MESHES.items():
+            cluster.engine("prompt" if name[0] == "P" else "completion", name, peer_timeout=3, cpu_devices=2, **flags)
+        cluster.joined(*ALL)
+        cluster.wait_for_engines(*ALL)
+        with client(cluster) as llm:
+            start_up_says_what_each_process_is(cluster)
+            tokens_equal_the_reference(llm, cluster)
+            stream_gives_every_token_once(llm)
+            several_completions_equal_single_ones_with_their_seeds(llm)
+            bad_requests_are_refused_and_others_go_on(llm)
+            bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm)
+            closing_a_stream_frees_everything(llm, cluster)
+            expected = long_answers(llm)
+            for victim in ("C0", "P1.1"):
+                kill_9_under_load_and_rejoin(cluster, expected, victim)
+            for victim in ("C1", "P0"):
+                a_stopped_process_is_given_up_and_comes_back(cluster, expected, victim)
+            a_client_that_dies_leaves_nothing_behind(cluster)
+            drain_lets_requests_finish(cluster, expected)
+            without_a_role_requests_end_with_a_reason(cluster, llm)
+            a_lost_router_ends_requests_with_a_reason(cluster, llm)
