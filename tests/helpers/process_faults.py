@@ -36,6 +36,8 @@ WORK = 3.0
 HOWS = ("kill -9", "SIGSTOP", "cut", "split", "SIGTERM")
 """split: a prompt engine and C0 cannot reach each other, but everybody else."""
 NETWORK = ("cut", "split")
+JOBS = ("P1", "C2")
+"""Engines that are jobs of two processes."""
 EACH = [f"{how}:{victim}" for victim in ("router", "P0", "P1.1", "C0", "client0") for how in HOWS[:3]] + ["split:P0"]
 
 
@@ -61,10 +63,11 @@ class World:
         self.engines: set[str] = set()
         for name in engines:
             flags = {"peer_timeout": peer_timeout, "transport": transport}
-            if name == "P1":
-                self.engines |= set(d.job("prompt", name, MODEL, cpu_devices=1, data_parallel_size=2, **flags))
+            role = "prompt" if name[0] == "P" else "completion"
+            if name in JOBS:
+                self.engines |= set(d.job(role, name, MODEL, cpu_devices=1, data_parallel_size=2, **flags))
             else:
-                d.engine("prompt" if name[0] == "P" else "completion", name, MODEL, **flags)
+                d.engine(role, name, MODEL, **flags)
                 self.engines.add(name)
         d.joined(*self.engines)
         d.wait_for_engines(*self.engines)
@@ -196,7 +199,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="of random faults, after the listed ones")
     parser.add_argument("--faults", nargs="*", default=EACH, help="how:victim ...; by default each once")
     parser.add_argument("--seconds", type=float, default=30.0, help="that SIGSTOP and cuts last")
-    parser.add_argument("--engines", nargs="+", default=["P0", "P1", "C0", "C1"])
+    parser.add_argument("--engines", nargs="+", default=["P0", "P1", "C0", "C1"], help=f"P.. and C..; {JOBS} are jobs of two processes")
     parser.add_argument("--peer-timeout", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", default="host", choices=("host", "device"))
