@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -89,7 +90,7 @@ class EngineCopy:
         """Copies the next blocks of every rank; whether there are more. At a step boundary."""
         start = time.perf_counter()
         count = self._slice_blocks(start - self._last)
-        chosen = [list(left)[:count] for left in self._left]
+        chosen = [list(islice(left, count)) for left in self._left]
         self._gather("blocks", [self._left[rank].pop(b) for rank, blocks in enumerate(chosen) for b in blocks])
         self._last = time.perf_counter()
         self.holds.append(self._last - start)

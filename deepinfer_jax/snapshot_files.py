@@ -72,7 +72,7 @@ def write(snapshot: Snapshot, folder: Path) -> int:
     arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
     described = {k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()} for k, c in arrays.items()}
     text = json.dumps(snapshot.meta | {"arrays": described})
-    with _manager(folder, max_to_keep=KEPT) as manager:
+    with _manager(folder, max_to_keep=KEPT, cleanup_tmp_directories=True) as manager:  # of writers that died
         step = (manager.latest_step() or 0) + 1
         items = {"meta": ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())})}
         if arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
 
 from deepinfer_jax import LLM, EngineType
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
-from deepinfer_jax.snapshot_files import SnapshotError
+from deepinfer_jax.snapshot_files import Snapshot, SnapshotError, load, write
 from deepinfer_jax.snapshot_state import SnapshotMismatch
 
 
@@ -88,6 +90,15 @@ def test_killed_while_it_writes(engine, expected, tmp_path):
         ids = engine.restore(tmp_path / str(delay))
         done = run(engine)
         assert ids and all(done[i] == expected[i] for i in ids if i in expected)
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    snapshot = Snapshot({}, {"blocks": {"k": np.zeros((2, 1, 3), np.float32)}})
+    assert write(snapshot, tmp_path) == 1
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp-123")
+    assert load(tmp_path, 1).meta == {} and write(snapshot, tmp_path) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_sigterm_saves_before_it_ends_the_process(engine, expected, tmp_path):
