@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from .decoder_layers import decoder_layers
 from .dispatch import current_target, explain, use_target
-from .grouped_matmul import grouped_matmul, moe_experts
+from .grouped_matmul import block_scaled_matmul, grouped_matmul, moe_experts
 from .kv_write import kv_write
 from .paged_decode import paged_decode
 from .ragged_prefill import ragged_prefill
 
 __all__ = [
+    "block_scaled_matmul",
     "current_target",
     "decoder_layers",
     "explain",

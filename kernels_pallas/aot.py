@@ -11,6 +11,7 @@ Fails (exit 1) when something does not compile, a kernel spills registers or use
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -33,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import dispatch
 from .gpu_targets import B200, H200
-from .grouped_matmul import grouped_matmul, moe_experts
+from .grouped_matmul import block_scaled_matmul, grouped_matmul, moe_experts
 from .kv_write import kv_write
 from .paged_decode import paged_decode
 from .ragged_prefill import ragged_prefill
@@ -121,6 +122,12 @@ def _expert_cases() -> Iterator[Case]:
         yield Case("moe_experts", f"e4m3 blocks {label}", call, (x, *weights, sizes, *scales))
 
 
+def _dense_cases() -> Iterator[Case]:
+    for rows, n, k in ((64, 7168, 16384), (256, 24576, 1536)):  # DeepSeek-V3's attention output and query projections
+        args = (_struct((rows, k), _BF16), _struct((n, k), _FP8), _struct((n // 128, k // 128), _F32))
+        yield Case("block_scaled_matmul", f"e4m3 {rows} rows", block_scaled_matmul, args)
+
+
 def _write_cases() -> Iterator[Case]:
     for dtype, tag in ((_BF16, "bf16"), (_FP8, "e4m3")):
         pool, rows = _struct((8192, 16, 8, 128), dtype), _struct((4096, 8, 128), _BF16)
@@ -128,7 +135,7 @@ def _write_cases() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    return [*_attention_cases(), *_expert_cases(), *_write_cases()]
+    return [*_attention_cases(), *_expert_cases(), *_dense_cases(), *_write_cases()]
 
 
 @contextlib.contextmanager
@@ -159,11 +166,11 @@ def check(case: Case, target: str, dump: str | None = None) -> Report:
     if case.donate is not None and memory.alias_size_in_bytes < case.args[case.donate].size * case.args[case.donate].dtype.itemsize:
         report.problem = f"only {memory.alias_size_in_bytes} bytes of the donated pool are aliased"
     if choice.name != "xla" and dump:
-        _read_dump(report, dump)
+        read_dump(report, dump)
     return report
 
 
-def _read_dump(report: Report, dump: str) -> None:
+def read_dump(report: Report, dump: str) -> None:
     """Registers, spills, shared memory and tensor-core instructions of the kernels dumped since the folder was emptied; worst of them."""
     texts = {kind: [path.read_text() for path in Path(dump).glob(f"*.{kind}")] for kind in ("ptxas", "resources.txt")}
     logs = "\n".join(texts["ptxas"])
@@ -195,13 +202,13 @@ def _matrix_instructions(ptx: str) -> str:
         cubin = f"{ptx}.cubin"
         subprocess.run(["ptxas", "-arch", arch, ptx, "-o", cubin], check=True, capture_output=True)
         code = subprocess.run([_nvdisasm(), cubin], check=True, capture_output=True, text=True).stdout
-        counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "UTCHMMA", "HMMA")}
-        return ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "0"
-    count = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", text))
-    return f"{count} wgmma (PTX)" if count else "0"
+        counts = collections.Counter(re.findall(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA)\b", code))
+        return ", ".join(f"{n} {name}" for name, n in counts.items()) or "0"
+    counts = collections.Counter(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma)\b", text))
+    return ", ".join(f"{n} {name} (PTX)" for name, n in counts.items()) or "0"
 
 
-def _empty(folder: str) -> None:
+def empty(folder: str) -> None:
     for path in glob.glob(f"{folder}/*"):
         os.remove(path)
 
@@ -214,7 +221,7 @@ def run(targets: list[str], only: str | None) -> list[Report]:
         for case in cases():
             if only and only not in f"{case.op} {case.name}":
                 continue
-            _empty(dump)
+            empty(dump)
             try:
                 report = check(case, target, dump)
             except Exception as error:  # the report goes on to the other kernels; main() fails

@@ -85,6 +85,14 @@ TABLE: tuple[Implementation, ...] = (
     Implementation("ragged_prefill", "xla", "ragged_prefill:ragged_prefill_xla"),
     Implementation("grouped_matmul", "mosaic", "grouped_matmul_mosaic:grouped_matmul_mosaic", *_HOPPER, "grouped_matmul_mosaic:refusal"),
     Implementation("grouped_matmul", "xla", "grouped_matmul:grouped_matmul_xla"),
+    Implementation(
+        "block_scaled_matmul",
+        "mosaic",
+        "grouped_matmul_mosaic:block_scaled_matmul_mosaic",
+        *_HOPPER,
+        "grouped_matmul_mosaic:block_scaled_refusal",
+    ),
+    Implementation("block_scaled_matmul", "xla", "grouped_matmul:block_scaled_matmul_xla"),
     Implementation("moe_experts", "mosaic", "grouped_matmul_mosaic:moe_experts_mosaic", *_HOPPER, "grouped_matmul_mosaic:experts_refusal"),
     Implementation("moe_experts", "xla", "grouped_matmul:moe_experts_xla"),
 )

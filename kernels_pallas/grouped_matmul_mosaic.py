@@ -22,6 +22,7 @@ from .mosaic import ROWS
 
 _SMS = 132  # blocks: one per SM of an H100 or H200
 _SHARED_MEMORY = 200 * 1024
+_MAX_DENSE_ROWS = 1024  # up to here a dense e4m3 product reads weights longer than it multiplies, by peaks: the kernel saves bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,19 @@ def experts_refusal(x, gate_up, down, group_sizes, *, scales=None, row_weights=N
     del row_weights
     first, second = scales or (None, None)
     return refusal(x, gate_up, group_sizes, w_scale=first, swiglu=True) or refusal(x, down, group_sizes, w_scale=second)
+
+
+def block_scaled_refusal(x, w, w_scale):
+    if x.shape[0] > _MAX_DENSE_ROWS:
+        return f"{x.shape[0]} rows, more than {_MAX_DENSE_ROWS}: widening the weights once is little beside the product"
+    stacks = (jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in (w, w_scale))
+    return refusal(x, next(stacks), None, w_scale=next(stacks))
+
+
+def block_scaled_matmul_mosaic(x, w, w_scale, *, interpret=None, sms=_SMS):
+    """One group that has all rows."""
+    sizes = jnp.full(1, x.shape[0], jnp.int32)
+    return grouped_matmul_mosaic(x, w[None], sizes, w_scale=w_scale[None], interpret=interpret, sms=sms)
 
 
 def moe_experts_mosaic(x, gate_up, down, group_sizes, *, scales=None, row_weights=None, interpret=None, sms=_SMS):

@@ -13,8 +13,9 @@ int4: each run of 64 inputs takes 32 bytes: its first 32 inputs (one group) are 
 On a CPU products run in compiled code (kernels_pallas/cpu_matmul.py; docs/decisions/011-cpu-matmul.md). Where that cannot be
 built, the int8 product is computed with int8 instructions and without loss: a float32 activation is written as three int8
 digits in base 254 (relative error 2^-23), all digits go through one int8 x int8 -> int32 product, and the sums are put
-together in float32. That reads one byte per weight and never writes a dequantised one. Off the CPU the weights are
-converted on the way into the matmul, which XLA fuses. Measured: docs/decisions/010-quantised-linears-on-cpu.md.
+together in float32. That reads one byte per weight and never writes a dequantised one. Off the CPU int8 and int4 weights
+are converted on the way into the matmul; fp8 goes to `kernels_pallas.block_scaled_matmul`. Measured:
+docs/decisions/010-quantised-linears-on-cpu.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from deepinfer_jax.kernels_pallas import cpu_matmul
+from deepinfer_jax.kernels_pallas import block_scaled_matmul, cpu_matmul
 
 INT4_GROUP = 32
 INT4_MAX_GROUP_FACTOR = 18  # 7 * 18 = 126 fits int8
@@ -207,7 +208,7 @@ def _fp8_dequantize(dtype: jnp.dtype, q: jax.Array, scale: jax.Array) -> jax.Arr
 
 def fp8_matmul(x: jax.Array, q: jax.Array, scale: jax.Array) -> jax.Array:
     """x [..., K], q float8_e4m3fn [N, K], scale [ceil(N/128), ceil(K/128)] -> [..., N]."""
-    return dot_last(x, _fp8_dequantize(x.dtype, q, scale))
+    return block_scaled_matmul(x.reshape(-1, x.shape[-1]), q, scale).reshape(*x.shape[:-1], -1)
 
 
 # --- table --------------------------------------------------------------------------------------------------------

@@ -114,6 +114,14 @@ def test_moe_experts(name):
     np.testing.assert_allclose(got, testing.experts_oracle(**inputs) * weights[:, None], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("rows", [1, 70])
+def test_block_scaled_matmul(rows):
+    inputs = testing.grouped_inputs(GroupedCase((rows,), n=256, k=256, dtype="bfloat16", **BLOCKS))
+    args = jnp.asarray(inputs["x"]), jnp.asarray(inputs["w"][0]), jnp.asarray(inputs["w_scale"][0])
+    got = run("block_scaled_matmul", "mosaic", args, {}, sms=2)
+    np.testing.assert_allclose(got, testing.grouped_oracle(**inputs), rtol=2e-2, atol=2e-2)
+
+
 def test_gpu_kernels_are_refused_on_cpu():
     args = [jnp.zeros(s) for s in ((1, 1, 64), (1, 16, 1, 64), (1, 16, 1, 64), (1, 1), (1,))]
     with pytest.raises(ValueError, match="needs cuda"):

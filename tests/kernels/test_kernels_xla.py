@@ -75,6 +75,15 @@ class TestGroupedMatmul:
         assert_close(np.asarray(got), testing.experts_oracle(**inputs) * weights[:, None], "float32")
 
 
+class TestBlockScaledMatmul:
+    @pytest.mark.parametrize("name", [n for n in GROUPED if "fp8 blocks" in n])
+    def test_matches_oracle(self, name):
+        case = dataclasses.replace(GROUPED[name], sizes=(17,))
+        inputs = testing.grouped_inputs(case)
+        got = jax.jit(kernels.block_scaled_matmul)(inputs["x"], inputs["w"][0], inputs["w_scale"][0])
+        assert_close(np.asarray(got), testing.grouped_oracle(**inputs), case.dtype)
+
+
 class TestKvWrite:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
     def test_rows_land_in_their_slots(self, dtype):
