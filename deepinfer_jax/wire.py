@@ -2,7 +2,7 @@
 
 A message is one msgpack frame (`encode`/`decode`), followed by payload frames where its type says so. Who talks to whom:
 
-    engine -> router    Hello, then Place, Unplace, Progress, Prefilled, HandedOver, HandOverFailed, Result, Draining, Ping
+    engine -> router    Hello, then Place, Unplace, Progress, Prefilled, HandedOver, HandOverFailed, Linked, Result, Draining, Ping
     router -> engine    Welcome | Refused, then Start, Abort, DropAttempt, Placed, Peers, Drain, JobLost, Ping
     prompt <-> completion   Hello / Welcome | Refused, then Hand (handoff.py's messages), Ping
     client -> router    Hello, then Submit, Cancel, StatusQuery, Ping
@@ -148,6 +148,13 @@ class Peers(WireMessage, tag="peers"):
     peers: list[Peer]
 
 
+class Linked(WireMessage, tag="linked"):
+    """Whether a prompt engine reaches any of the completion engines it was told of; if not, for how many seconds."""
+
+    linked: bool
+    seconds: float = 0.0
+
+
 class Drain(WireMessage, tag="drain"):
     """Nothing new will come: finish, then leave."""
 
@@ -195,7 +202,7 @@ class Hand(WireMessage, tag="hand"):
 
 _ALL = (
     Hello | Welcome | Refused | Ping | Start | Abort | DropAttempt | Place | Placed | Unplace | Progress | Prefilled | HandedOver
-    | HandOverFailed | Result | Peers | Drain | Draining | JobLost | Submit | Cancel | StatusQuery | StatusReply | Hand
+    | HandOverFailed | Result | Peers | Linked | Drain | Draining | JobLost | Submit | Cancel | StatusQuery | StatusReply | Hand
 )  # fmt: skip
 
 

@@ -62,8 +62,14 @@ class RemoteWorker:
         self.failed: str | None = None
         self.active = False  # all processes of its job are there
         self.draining = False
-        self.joined = time.time()
+        self.linked = True  # False: a prompt engine that reaches no completion engine
         self.engine = self
+
+    @property
+    def state(self) -> str:
+        if not self.active:
+            return "waiting for its job"
+        return "draining" if self.draining else "serving" if self.linked else "without links"
 
     def post(self, command: Callable[[], None]) -> None:
         command()
@@ -115,6 +121,7 @@ class Cluster(Coordinator):
         self._unplaced: dict[str, set[str]] = {}
         self._early: dict[str, list[tuple[RemoteWorker, RequestOutput]]] = {}
         self._starved_since: float | None = None
+        self._last_seen: float | None = None  # of an engine lost since the last look: nobody has been there since then
         self._seeds = np.random.default_rng()
         self.last_progress = time.monotonic()
         self.hub = Hub("router", config.security, config.hub)
@@ -196,6 +203,7 @@ class Cluster(Coordinator):
         clean = worker.draining and not self._held_by(worker.name)
         logger.log(logging.INFO if clean else logging.WARNING, "router: %s engine %s is gone: %s", worker.kind, worker.name, reason)
         self.counters["left" if clean else "lost"] += 1
+        self._last_seen = worker.channel.last_seen
         self._on_crash(worker, f"{worker.name}: {reason}")
         self.gone.append({"name": worker.name, "kind": worker.kind, "reason": reason, "time": time.time()})
         others = [w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None]
@@ -253,6 +261,8 @@ class Cluster(Coordinator):
                 self.handed_over(m.key, m.target)
             case wire.HandOverFailed():
                 self.hand_over_failed(m.key, m.reason, m.retry)
+            case wire.Linked():
+                self._on_linked(worker, m)
             case wire.Draining():
                 self._drain_job(worker)
             case _:
@@ -292,6 +302,17 @@ class Cluster(Coordinator):
             if target is not None:
                 del self._unplaced[key]
                 self.workers[self.router.jobs[split_attempt(key)[0]].prompt_engine].channel.send(wire.Placed(key, target))
+
+    def _on_linked(self, worker: RemoteWorker, m: wire.Linked) -> None:
+        """One that reaches no completion engine gets nothing new."""
+        worker.linked = m.linked
+        if not m.linked:
+            self.router.drain(worker.name)
+            self._last_seen = self.hub.clock() - m.seconds
+            logger.warning("router: prompt engine %s has reached no completion engine for %.1f s", worker.name, m.seconds)
+        elif not worker.draining:
+            self.router.resume(worker.name)
+            self._dispatch()
 
     def _drain_job(self, worker: RemoteWorker) -> None:
         for w in [w for w in self.workers.values() if w.hello.job == worker.hello.job and not w.draining]:
@@ -388,11 +409,12 @@ class Cluster(Coordinator):
                 reason = f"no progress for {worker.channel.peer_ping.stuck:.1f} s"
                 worker.channel.close(reason)
                 self.engine_lost(worker, reason)
-        self._starved_since = None if not self.router.starved() else (self._starved_since or now)
+        self._starved_since = None if not self.router.starved() else (self._starved_since or self._last_seen or now)
+        self._last_seen = None
         if self._starved_since is not None and now - self._starved_since > self.config.deadline:
-            missing = " and no ".join(self.router.missing())
+            missing = " and ".join(self._missing())
             for job in self.router.starved():
-                reason = f"no {missing} engine has been there for {self.config.deadline} s"
+                reason = f"{missing} has been there for {self.config.deadline} s"
                 told = tuple(self.router.cancel(job.request_id))
                 self._settle(Verdict(job.request_id, job.attempt_id, reason, False, tuple(name for name, _ in told)))
             self._starved_since = None
@@ -400,11 +422,19 @@ class Cluster(Coordinator):
             del self._early[key]
         self._deliver()
 
+    def _missing(self) -> list[str]:
+        """What is missing, in words."""
+        unlinked = any(w.active and not w.linked for w in self.workers.values())
+        return [
+            f"no {role} engine" + (" that reaches a completion engine" if role == "prompt" and unlinked else "")
+            for role in self.router.missing()
+        ]
+
     # ---- seen from outside -------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Healthy: every role is there, no engine is stuck, and unfinished requests have moved within stall_timeout."""
-        problems = [f"no {role} engine" for role in self.router.missing()]
+        problems = self._missing()
         for w in list(self.workers.values()):
             if w.channel.peer_ping.stuck > self.config.stall_timeout / 2:
                 problems.append(f"{w.name}: its step has taken {w.channel.peer_ping.stuck:.1f} s")
@@ -426,7 +456,7 @@ class Cluster(Coordinator):
                 "role": w.kind,
                 "job": w.hello.job,
                 "process": w.hello.process,
-                "state": "draining" if w.draining else "serving" if w.active else "waiting for its job",
+                "state": w.state,
                 "mesh": (w.hello.model or {}).get("mesh", {}),
                 "seen": now - w.channel.last_seen,
                 "stuck": w.channel.peer_ping.stuck,

@@ -75,6 +75,7 @@ class EngineNode:
         self._waiting: list[wire.Start] = []  # until a completion engine is linked
         self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
         self._known: dict[str, wire.Peer] = {}
+        self._linked, self._unlinked_since = True, None  # as the router knows it; since when there is no link
         self.draining = self._terminated = False
         self._drain_until = 0.0
         self._exit: tuple[int, str] | None = None
@@ -207,6 +208,11 @@ class EngineNode:
         for m in waiting:
             self._start(m)
 
+    def _return_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for m in waiting:
+            self._tell(wire.HandOverFailed(m.key, "no completion engine can be reached", True))
+
     def _reset(self) -> None:
         """The router is gone, and with it everybody who wanted what is here."""
         self._waiting.clear()
@@ -296,7 +302,7 @@ class EngineNode:
         self.hub.dial(self.config.router, self._hello(self.kind), self)
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        self._router, self._lost_reason = channel, ""
+        self._router, self._lost_reason, self._linked = channel, "", True
         print(f"{self.config.name}: joined the router at {self.config.router}", flush=True)
         if self.draining:
             channel.send(wire.Draining())
@@ -360,6 +366,19 @@ class EngineNode:
             if peer.name not in self._links:
                 self._links[peer.name] = (peer.session, None)
                 self.hub.dial(peer.data, self._hello("prompt"), _Dialled(self, peer))
+        self._report_links()
+
+    def _report_links(self) -> None:
+        """Prompt side: without any link for as long as a peer may be silent, the router is told, and what waits here goes back."""
+        now = time.monotonic()
+        linked = not self._known or any(link is not None for _, link in self._links.values())
+        self._unlinked_since = None if linked else (self._unlinked_since or now)
+        seconds = 0.0 if linked else now - self._unlinked_since
+        if self._linked != linked and (linked or seconds >= self.config.hub.peer_timeout):
+            self._linked = linked
+            self._tell(wire.Linked(linked, seconds))
+        if not self._linked:
+            self.post(self._return_waiting)
 
     def _accept_link(self, channel: Channel, hello: wire.Hello) -> wire.Welcome:
         """Completion side."""
@@ -428,3 +447,5 @@ class _ReportingLink(NetLink):
         entry = self.node._links.get(self.peer)
         if entry is not None and entry[1] is self:
             del self.node._links[self.peer]
+            self.node._unlinked_since = channel.last_seen  # counts if there is no other link
+            self.node._report_links()

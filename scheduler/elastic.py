@@ -47,6 +47,12 @@ class ElasticRouter(Router):
         if load is not None:
             load.alive = False
 
+    def resume(self, name: str) -> None:
+        """Takes back `drain`."""
+        load = self.prompt.get(name) or self.completion.get(name)
+        if load is not None:
+            load.alive = True
+
     def missing(self) -> tuple[str, ...]:
         """Roles without a living engine."""
         prompt, completion = self.alive()

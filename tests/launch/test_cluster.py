@@ -60,6 +60,9 @@ class Engine(Handler):
         self.messages = [(m, f) for m, f in self.messages if all(m is not x for x in found)]
         return found[0] if count == 1 else found
 
+    def messages_of(self, kind):
+        return [m for m, _ in self.messages if isinstance(m, kind)]
+
     def send(self, *messages):
         for m in messages:
             self.channel.send(m)
@@ -364,6 +367,27 @@ def test_requests_wait_for_a_role_until_the_deadline(world):
     key = prefill(p, c)
     c.result(f"{key}/1", [7], "stop")
     assert outputs_of(client)[0].outputs[0].token_ids == [7]
+    w.check()
+
+
+def test_a_prompt_engine_that_reaches_no_completion_engine_gets_nothing_new(world):
+    w = world(deadline=1.0)
+    p0, c = w.engine("prompt", "P0"), w.engine("completion", "C")
+    client = w.client()
+    client.add_request("a", [1], PARAMS)
+    start = time.monotonic()
+    p0.send(wire.Linked(False, 0.6), wire.HandOverFailed(p0.take(wire.Start).key, "no completion engine can be reached", True))
+    (out,) = outputs_of(client)
+    assert out.outputs[0].stop_reason == "no prompt engine that reaches a completion engine has been there for 1.0 s"
+    assert time.monotonic() - start < 0.9  # the silence before counts
+    assert w.cluster.health()[1]["problems"] == ["no prompt engine that reaches a completion engine"]
+    p1 = w.engine("prompt", "P1")
+    client.add_request("b", [1], PARAMS)
+    c.result(f"{prefill(p1, c)}/1", [7], "stop")
+    assert outputs_of(client)[0].outputs[0].token_ids == [7] and not p0.messages_of(wire.Start)
+    p0.send(wire.Linked(True))
+    while w.cluster.health()[1]["problems"] or not w.cluster.workers["P0"].linked:
+        time.sleep(0.001)
     w.check()
 
 
