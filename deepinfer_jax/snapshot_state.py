@@ -83,8 +83,8 @@ def used_rows(meta: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def share_of(meta: dict[str, Any], ranks: int, owners: list[int], process: int) -> dict[str, Any]:
     """The part of a snapshot that one process of a job goes on with, ranks renumbered to its own `ranks`.
 
-    owners: the process of each of the job's ranks, a process's ranks following each other. Requests go to the rank they came from, counted round; from fewer ranks than
-    there are here, round robin. Every process sees the same whole and takes another part of it.
+    owners: the process of each of the job's ranks, a process's ranks following each other. Requests go to the rank they came from,
+    counted round; from fewer ranks than there are here, round robin. Every process sees the same whole and takes another part of it.
     """
     kept, total, at = [], len(owners), owners.index(process)
     spread = meta["ranks"] < total
