@@ -17,7 +17,7 @@ from deepinfer_jax.kernels_pallas.testing import AttentionCase
 
 pytestmark = pytest.mark.skipif(not cpu_native.in_use("paged_decode"), reason=cpu_native.status("paged_decode").reason)
 
-REFUSED = {"mla", "other value width", "fp8 cache"}
+REFUSED = {"mla", "other value width", "fp8 cache", "gpu gqa fp8", "gpu mla fp8 rows"}
 OWN = {
     "block boundary": AttentionCase((127, 128, 129, 255, 257), (1,) * 5, block_size=16),
     "pages larger than blocks": AttentionCase((300, 7, 129), (1,) * 3, block_size=192),

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import GPU_DECODE, GPU_GROUPED, GPU_PREFILL
 
 from deepinfer_jax import kernels_pallas as kernels
 from deepinfer_jax.kernels_pallas import dispatch, testing
-from deepinfer_jax.kernels_pallas.testing import AttentionCase, GroupedCase
+from deepinfer_jax.kernels_pallas.testing import AttentionCase
 
 mosaic_gpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 if not hasattr(mosaic_gpu, "InterpretGPUParams"):
@@ -23,40 +24,6 @@ if not hasattr(mosaic_gpu, "InterpretGPUParams"):
 
 # TMA reads past the end of an array yield zeros on the device; the interpreter gives NaN instead of raising
 INTERPRET = mosaic_gpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
-BF16 = {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
-GQA = AttentionCase((70, 0, 16, 1), (1,) * 4, heads=8, kv_heads=2, d=64, block_size=16, **BF16)
-MLA = AttentionCase((70, 0, 129), (1,) * 3, heads=16, kv_heads=1, d=320, v_dim=256, block_size=32, **BF16)
-ROWS = AttentionCase((70, 0, 16, 150), (70, 0, 3, 80), heads=2, kv_heads=1, d=64, block_size=16, pad_rows=3, **BF16)
-FP8 = {"cache_dtype": "float8_e4m3fn"}
-
-DECODE = {
-    "gqa": (GQA, {"splits": 1}),
-    "gqa split": (dataclasses.replace(GQA, kv_lens=(200, 64, 65)), {"splits": 2}),
-    "gqa rows window sinks": (dataclasses.replace(GQA, q_lens=(2,) * 4, sliding_window=20, sinks=True, block_size=8), {"splits": 2}),
-    "gqa fp8": (dataclasses.replace(GQA, **FP8, block_size=64), {"splits": 1}),
-    "mla": (MLA, {"splits": 1}),
-    "mla split sinks": (dataclasses.replace(MLA, sinks=True, sliding_window=70), {"splits": 2}),
-    "mla fp8 rows": (dataclasses.replace(MLA, **FP8, q_lens=(2,) * 3), {"splits": 1}),
-    "mla two blocks": (dataclasses.replace(MLA, kv_lens=(70,), q_lens=(5,), d=192, v_dim=128), {"splits": 1}),
-}
-
-PREFILL = {
-    "gqa": ROWS,
-    "window sinks": dataclasses.replace(ROWS, sliding_window=20, sinks=True, kv_lens=(150, 3), q_lens=(140, 3)),
-    "fp8": dataclasses.replace(ROWS, **FP8, kv_lens=(20, 150), q_lens=(20, 9), block_size=32),
-    "expanded mla": dataclasses.replace(ROWS, d=192, dv=128, heads=1, kv_lens=(16, 140), q_lens=(3, 90)),
-    "absorbed mla": dataclasses.replace(MLA, kv_lens=(70, 3), q_lens=(3, 2), d=192, v_dim=128, pad_rows=1),
-    "few rows": dataclasses.replace(ROWS, kv_lens=(1, 5), q_lens=(1, 1), pad_rows=0),
-}
-
-BLOCKS = {"w_dtype": "float8_e4m3fn", "scale": "block"}
-GROUPED = {
-    "small": GroupedCase((3, 0, 17, 1), n=256, k=128, dtype="bfloat16", w_dtype="bfloat16", pad=5),
-    "large": GroupedCase((3, 200, 0, 57), n=256, k=128, dtype="bfloat16", w_dtype="bfloat16"),
-    "nothing": GroupedCase((0, 0), n=256, k=128, dtype="bfloat16", w_dtype="bfloat16", pad=9),
-    "fp8 small": GroupedCase((3, 0, 17), n=256, k=256, dtype="bfloat16", **BLOCKS),
-    "fp8 large": GroupedCase((3, 140), n=256, k=256, dtype="bfloat16", **BLOCKS),
-}
 
 
 def run(op: str, implementation: str, args: tuple, kwargs: dict, **options) -> np.ndarray:
@@ -82,30 +49,29 @@ def attention(op: str, case: AttentionCase, **options) -> None:
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("name", GPU_DECODE)
 def test_paged_decode(name):
-    case, options = DECODE[name]
-    case = dataclasses.replace(case, q_lens=case.q_lens[:1] * len(case.kv_lens))
-    attention("paged_decode", case, **options)
+    case, splits = GPU_DECODE[name]
+    attention("paged_decode", case, splits=splits)
 
 
-@pytest.mark.parametrize("name", PREFILL)
+@pytest.mark.parametrize("name", GPU_PREFILL)
 def test_ragged_prefill(name):
-    attention("ragged_prefill", PREFILL[name])
+    attention("ragged_prefill", GPU_PREFILL[name])
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", GPU_GROUPED)
 def test_grouped_matmul(name):
-    inputs = testing.grouped_inputs(GROUPED[name])
+    inputs = testing.grouped_inputs(GPU_GROUPED[name])
     args = tuple(jnp.asarray(inputs[n]) for n in ("x", "w", "group_sizes"))
     scale = None if inputs["w_scale"] is None else jnp.asarray(inputs["w_scale"])
     got = run("grouped_matmul", "mosaic", args, {"w_scale": scale}, sms=2)
     np.testing.assert_allclose(got, testing.grouped_oracle(**inputs), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["small", "fp8 large"])
+@pytest.mark.parametrize("name", ["gpu small", "gpu fp8 large"])
 def test_moe_experts(name):
-    case = dataclasses.replace(GROUPED[name], n=128, k=128)
+    case = dataclasses.replace(GPU_GROUPED[name], n=128, k=128)
     inputs = testing.experts_inputs(case)
     args = tuple(jnp.asarray(inputs[n]) for n in ("x", "gate_up", "down", "group_sizes"))
     scales = None if inputs["scales"] is None else tuple(map(jnp.asarray, inputs["scales"]))
@@ -116,7 +82,7 @@ def test_moe_experts(name):
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_block_scaled_matmul(rows):
-    inputs = testing.grouped_inputs(GroupedCase((rows,), n=256, k=256, dtype="bfloat16", **BLOCKS))
+    inputs = testing.grouped_inputs(dataclasses.replace(GPU_GROUPED["gpu fp8 small"], sizes=(rows,)))
     args = jnp.asarray(inputs["x"]), jnp.asarray(inputs["w"][0]), jnp.asarray(inputs["w_scale"][0])
     got = run("block_scaled_matmul", "mosaic", args, {}, sms=2)
     np.testing.assert_allclose(got, testing.grouped_oracle(**inputs), rtol=2e-2, atol=2e-2)

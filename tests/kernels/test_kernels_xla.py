@@ -8,22 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import DECODE, PREFILL, assert_close, run_attention
+from kernel_cases import DECODE, GROUPED, PREFILL, assert_close, run_attention
 
 from deepinfer_jax import kernels_pallas as kernels
 from deepinfer_jax.kernels_pallas import testing
-from deepinfer_jax.kernels_pallas.testing import GroupedCase
-
-GROUPED = {
-    "uneven": GroupedCase((3, 0, 17, 1, 0, 40), n=24, k=32),
-    "padding rows": GroupedCase((3, 5), n=24, k=32, pad=20),
-    "all empty": GroupedCase((0, 0), n=8, k=8, pad=4),
-    "one each": GroupedCase((1,) * 8, n=16, k=16),
-    "bf16": GroupedCase((3, 17), n=24, k=32, dtype="bfloat16", w_dtype="bfloat16"),
-    "int8 channels": GroupedCase((3, 17), n=24, k=32, w_dtype="int8", scale="channel"),
-    "fp8 blocks": GroupedCase((3, 17, 0, 4), n=200, k=136, w_dtype="float8_e4m3fn", scale="block"),
-    "fp8 blocks bf16 rows": GroupedCase((3, 17), n=128, k=256, dtype="bfloat16", w_dtype="float8_e4m3fn", scale="block"),
-}
 
 
 class TestPagedDecode:
