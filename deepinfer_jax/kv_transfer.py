@@ -26,6 +26,7 @@ one process nothing travels: the receiving side reads the payload where it lies 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from deepinfer_jax import kv_cache
+from deepinfer_jax import host_memory, kv_cache
 from deepinfer_jax.kv_layout import BlockLayout
 from deepinfer_jax.kv_programs import BlockPrograms
 from deepinfer_jax.models.base import Caches, CacheSpec
@@ -102,6 +103,8 @@ class BlockMover(BlockLayout):
         self._devices = self.mesh.devices.reshape(self.ranks, self.axes.tp)
         self.buckets = self._fitting(buckets)
         self._programs = BlockPrograms(runner, self, self.mesh, self.ranks, self.buckets)
+        if self._on_cpu:
+            host_memory.keep_freed(CACHED_BYTES + 4096, 4 * CACHED_BYTES)
         self._cuts = {1}  # pieces per device that programs exist for
         self._dummies: dict[tuple, list] = {}
         for kind in self.kinds:
@@ -141,11 +144,14 @@ class BlockMover(BlockLayout):
         if len(per_rank_ids) != self.ranks:
             raise ValueError(f"{len(per_rank_ids)} lists of {kind} for {self.ranks} local ranks")
         for at, size in self._buckets_for(max(map(len, per_rank_ids))):
-            parts = [list(ids[at : at + size]) for ids in per_rank_ids]
-            arrays = self._programs.gather(kind, size, cut)(self._local(self.runner.caches, kind), self._row(parts, size))
-            for rank, pieces in enumerate(self._split(kind, arrays)):
-                if parts[rank]:
-                    yield rank, Payload(kind, rank, len(parts[rank]), size, pieces)
+            payloads = self._gather_round([list(ids[at : at + size]) for ids in per_rank_ids], kind, size, cut)
+            while payloads:  # keeps none: the memory of one that is done with serves the next
+                yield payloads.popleft()
+
+    def _gather_round(self, parts: list[list[int]], kind: str, size: int, cut: int) -> deque[tuple[int, Payload]]:
+        arrays = self._programs.gather(kind, size, cut)(self._local(self.runner.caches, kind), self._row(parts, size))
+        pieces = self._split(kind, arrays)
+        return deque((r, Payload(kind, r, len(ids), size, pieces[r])) for r, ids in enumerate(parts) if ids)
 
     def receive(self, payload: Payload, rank: int) -> Payload:
         """Sends another mover's payload to the devices of local rank `rank` of this one; asynchronous. Thread-safe."""
