@@ -19,6 +19,7 @@ import numpy as np
 
 from deepinfer_jax import wire
 from deepinfer_jax.handoff import check_layouts
+from deepinfer_jax.launch import cluster_status
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.pd_coordinator import Coordinator
 from deepinfer_jax.pd_requests import SplitRequest
@@ -412,7 +413,7 @@ class Cluster(Coordinator):
         self._starved_since = None if not self.router.starved() else (self._starved_since or self._last_seen or now)
         self._last_seen = None
         if self._starved_since is not None and now - self._starved_since > self.config.deadline:
-            missing = " and ".join(self._missing())
+            missing = " and ".join(cluster_status.missing(self))
             for job in self.router.starved():
                 reason = f"{missing} has been there for {self.config.deadline} s"
                 told = tuple(self.router.cancel(job.request_id))
@@ -422,60 +423,12 @@ class Cluster(Coordinator):
             del self._early[key]
         self._deliver()
 
-    def _missing(self) -> list[str]:
-        """What is missing, in words."""
-        unlinked = any(w.active and not w.linked for w in self.workers.values())
-        return [
-            f"no {role} engine" + (" that reaches a completion engine" if role == "prompt" and unlinked else "")
-            for role in self.router.missing()
-        ]
-
     # ---- seen from outside -------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Healthy: every role is there, no engine is stuck, and unfinished requests have moved within stall_timeout."""
-        problems = self._missing()
-        for w in list(self.workers.values()):
-            if w.channel.peer_ping.stuck > self.config.stall_timeout / 2:
-                problems.append(f"{w.name}: its step has taken {w.channel.peer_ping.stuck:.1f} s")
-        idle = time.monotonic() - self.last_progress
-        if self._requests and idle > self.config.stall_timeout:
-            problems.append(f"{len(self._requests)} requests, no progress for {idle:.1f} s")
-        if not self.hub.thread.is_alive():
-            problems.append("the network thread has ended")
-        if self.draining:
-            problems.append("draining")
-        return not problems, {"status": "ok" if not problems else "unhealthy", "problems": problems, "requests": len(self._requests)}
+        return cluster_status.health(self)
 
     def status(self) -> dict[str, Any]:
         """Plain values for `deepinfer-jax status`."""
-        stats, now = self.router.stats(), self.hub.clock()
-        engines = [
-            {
-                "name": w.name,
-                "role": w.kind,
-                "job": w.hello.job,
-                "process": w.hello.process,
-                "state": w.state,
-                "mesh": (w.hello.model or {}).get("mesh", {}),
-                "seen": now - w.channel.last_seen,
-                "stuck": w.channel.peer_ping.stuck,
-                **w.channel.peer_ping.gauges,
-                **{f"routed_{k}": v for k, v in (stats["prompt"].get(w.name) or stats["completion"].get(w.name) or {}).items()},
-            }
-            for w in self.workers.values()
-        ]
-        return {
-            "health": self.health()[1],
-            "engines": engines,
-            "gone": list(self.gone),
-            "clients": len(self.clients),
-            "requests": len(self._requests),
-            "queued": stats["queued"],
-            "counters": {
-                **self.counters,
-                **{f"router_{k}": v for k, v in stats.items() if isinstance(v, int)},
-                **{f"connections_{k}": v for k, v in self.hub.counters.items()},
-            },
-            "model": self.model,
-        }
+        return cluster_status.status(self)

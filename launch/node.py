@@ -17,7 +17,8 @@ from typing import Any
 from deepinfer_jax import wire
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.handoff import HandoffConfig, check_layouts
-from deepinfer_jax.launch.links import Exporter, HostImporter, NetLink, Stager
+from deepinfer_jax.launch.links import HostImporter, NetLink, Stager
+from deepinfer_jax.launch.peer_links import PeerLinks
 from deepinfer_jax.launch.placement import RouterPlacement
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
@@ -68,14 +69,13 @@ class EngineNode:
         self.hub = Hub(config.name, config.security, config.hub, self._ping)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self.wake = self._wake.set
         self._busy_since: float | None = None
         self._last_busy = 0.0
         self._router: Channel | None = None
         self._lost_reason = ""
         self._waiting: list[wire.Start] = []  # until a completion engine is linked
-        self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link); hub's thread
-        self._known: dict[str, wire.Peer] = {}
-        self._linked, self._unlinked_since = True, None  # as the router knows it; since when there is no link
+        self.peers: PeerLinks | None = None
         self.draining = self._terminated = False
         self._drain_until = 0.0
         self._exit: tuple[int, str] | None = None
@@ -90,9 +90,10 @@ class EngineNode:
     def _prepare_role(self) -> None:
         c, engine = self.config, self.engine
         if isinstance(engine, PromptEngine):
-            self.placement = RouterPlacement(self._tell, lambda: bool(engine.sender.links))
+            self.placement = RouterPlacement(self.tell, lambda: bool(engine.sender.links))
             engine.start_hand_over(c.name, self.placement, c.handoff)
             self.stager = Stager(engine.mover, c.name)
+            self.peers = PeerLinks(self)
             if c.transport == "device":
                 from deepinfer_jax.launch.device_links import DeviceExporter
 
@@ -115,8 +116,8 @@ class EngineNode:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self.hub.start()
         self._dial_router()
-        if self.stager is not None:
-            self.hub.every(REDIAL, self._dial_peers)
+        if self.peers is not None:
+            self.hub.every(REDIAL, self.peers.look)
         try:
             while self._exit is None:
                 self._wake.clear()
@@ -176,7 +177,7 @@ class EngineNode:
         self._wake.set()
 
     def _emit(self, output: RequestOutput) -> RequestOutput:
-        self._tell(wire.Result(dataclasses.replace(output, prompt=None, prompt_token_ids=[])))
+        self.tell(wire.Result(dataclasses.replace(output, prompt=None, prompt_token_ids=[])))
         if output.finished and self.stager is not None:
             self.placement.forget(output.request_id)
         return output
@@ -190,7 +191,7 @@ class EngineNode:
             request = self.engine.add_request(m.key, {"prompt_token_ids": m.prompt_token_ids}, params, arrival_time=m.arrival_time)
             request.completions[0].seed = m.seed
         except ValueError as error:
-            self._tell(wire.HandOverFailed(m.key, str(error), False))
+            self.tell(wire.HandOverFailed(m.key, str(error), False))
 
     def _abort(self, key: str) -> None:
         self._waiting = [m for m in self._waiting if m.key != key]
@@ -198,7 +199,7 @@ class EngineNode:
         if self.stager is not None:
             self.placement.forget(key)
 
-    def _link_up(self, link: NetLink) -> None:
+    def link_up(self, link: NetLink) -> None:
         control = self.engine.sender if isinstance(self.engine, PromptEngine) else self.engine.receiver
         old = control.links.get(link.peer)
         if old is not None and old is not link:
@@ -208,10 +209,10 @@ class EngineNode:
         for m in waiting:
             self._start(m)
 
-    def _return_waiting(self) -> None:
+    def return_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for m in waiting:
-            self._tell(wire.HandOverFailed(m.key, "no completion engine can be reached", True))
+            self.tell(wire.HandOverFailed(m.key, "no completion engine can be reached", True))
 
     def _reset(self) -> None:
         """The router is gone, and with it everybody who wanted what is here."""
@@ -228,7 +229,7 @@ class EngineNode:
         if not self.draining:
             self.draining, self._drain_until = True, time.monotonic() + self.config.drain_timeout
             print(f"{self.config.name}: draining ({reason})", flush=True)
-            self._tell(wire.Draining())
+            self.tell(wire.Draining())
         self._wake.set()
 
     def _leave_if_drained(self) -> None:
@@ -250,7 +251,7 @@ class EngineNode:
 
     # ---- the router (the hub's thread) -----------------------------------------------------------------------------
 
-    def _tell(self, message: wire.WireMessage) -> None:
+    def tell(self, message: wire.WireMessage) -> None:
         channel = self._router
         if channel is not None:
             channel.send(message)
@@ -268,7 +269,7 @@ class EngineNode:
             gauges["hand_over_ms"] = 1000 * statistics.median(engine.sender.seconds[-256:])  # reservation to acknowledgement
         return wire.Ping(0.0 if since is None else time.monotonic() - since, gauges)
 
-    def _hello(self, kind: str) -> wire.Hello:
+    def hello(self, kind: str) -> wire.Hello:
         c, e = self.config, self.engine
         ranks = len(e.schedulers)
         return wire.Hello(
@@ -299,10 +300,12 @@ class EngineNode:
         if since is not None and time.monotonic() - since > STUCK:  # it would be given work that it cannot do
             threading.Timer(REDIAL, self._dial_router).start()
             return
-        self.hub.dial(self.config.router, self._hello(self.kind), self)
+        self.hub.dial(self.config.router, self.hello(self.kind), self)
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        self._router, self._lost_reason, self._linked = channel, "", True
+        self._router, self._lost_reason = channel, ""
+        if self.peers is not None:
+            self.peers.reported = True  # a router takes engines for linked until they say otherwise
         print(f"{self.config.name}: joined the router at {self.config.router}", flush=True)
         if self.draining:
             channel.send(wire.Draining())
@@ -317,9 +320,9 @@ class EngineNode:
                 self.post(lambda: self.engine.drop_attempt(message.key, message.reason))
             case wire.Placed():
                 self.post(lambda: self.placement.placed(message.key, message.target))
-            case wire.Peers():
-                self._known = {p.name: p for p in message.peers}
-                self._dial_peers()
+            case wire.Peers() if self.peers is not None:
+                self.peers.known = {p.name: p for p in message.peers}
+                self.peers.look()
             case wire.Drain():
                 self.post(lambda: self.begin_drain("asked by the router"))
             case wire.JobLost():
@@ -351,44 +354,15 @@ class EngineNode:
 
     # ---- links (the hub's thread) ----------------------------------------------------------------------------------
 
-    def _dial_peers(self) -> None:
-        """Prompt side: one link to every completion engine the router knows, and none to others."""
-        if self.stager is None:
-            return
-        for name, (session, link) in list(self._links.items()):
-            known = self._known.get(name)
-            if known is None or known.session != session:
-                del self._links[name]
-                if link is not None:
-                    link.close("the router says it is gone")
-                    link.lost(link.channel, "gone, says the router", False)
-        for peer in self._known.values():
-            if peer.name not in self._links:
-                self._links[peer.name] = (peer.session, None)
-                self.hub.dial(peer.data, self._hello("prompt"), _Dialled(self, peer))
-        self._report_links()
-
-    def _report_links(self) -> None:
-        """Prompt side: without any link for as long as a peer may be silent, the router is told, and what waits here goes back."""
-        now = time.monotonic()
-        linked = not self._known or any(link is not None for _, link in self._links.values())
-        self._unlinked_since = None if linked else (self._unlinked_since or now)
-        seconds = 0.0 if linked else now - self._unlinked_since
-        if self._linked != linked and (linked or seconds >= self.config.hub.peer_timeout):
-            self._linked = linked
-            self._tell(wire.Linked(linked, seconds))
-        if not self._linked:
-            self.post(self._return_waiting)
-
     def _accept_link(self, channel: Channel, hello: wire.Hello) -> wire.Welcome:
         """Completion side."""
         if hello.kind != "prompt" or hello.layout is None:
             raise ValueError(f"a completion engine takes hand-overs from prompt engines, not from a {hello.kind}")
         check_layouts(hello.layout, self.layout)
         importer = self._importer(hello)
-        link = NetLink(hello.name, channel, self._wake.set, importer=importer)
+        link = NetLink(hello.name, channel, self.wake, importer=importer)
         channel.handler = link
-        self.post(lambda: self._link_up(link))
+        self.post(lambda: self.link_up(link))
         return wire.Welcome(self.config.name, "", {"transport": "host" if isinstance(importer, HostImporter) else "device"})
 
     def _importer(self, hello: wire.Hello) -> Any:
@@ -398,7 +372,7 @@ class EngineNode:
             return HostImporter(self.engine.mover)
         from deepinfer_jax.launch.device_links import DeviceImporter, compatible
 
-        if not compatible(self._hello(self.kind).model, hello.model):
+        if not compatible(self.hello(self.kind).model, hello.model):
             return HostImporter(self.engine.mover)
         return DeviceImporter(self._transfer_server, address, self.engine.mover, self.config.handoff.timeout)
 
@@ -406,46 +380,3 @@ class EngineNode:
 def _host_of(config: NodeConfig) -> str:
     """The address other processes reach this one by."""
     return config.advertise or config.data.removeprefix("tcp://").rpartition(":")[0]
-
-
-class _Dialled:
-    """A link on its way up, from the prompt side."""
-
-    def __init__(self, node: EngineNode, peer: wire.Peer) -> None:
-        self.node, self.peer = node, peer
-
-    def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        node = self.node
-        if node._links.get(self.peer.name) != (self.peer.session, None):
-            channel.close("not wanted any more")
-            return
-        transport = welcome.info.get("transport", "host")
-        exporter: Exporter = node.device_exporter if transport == "device" else node.stager
-        logger.info("%s: hands over to %s by the %s transport", node.config.name, self.peer.name, transport)
-        link = _ReportingLink(self.peer.name, channel, node._wake.set, exporter=exporter)
-        link.node = node
-        channel.handler = link
-        node._links[self.peer.name] = (self.peer.session, link)
-        node.post(lambda: node._link_up(link))
-
-    def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
-        channel.close("no welcome")
-
-    def lost(self, channel: Channel, reason: str, final: bool) -> None:
-        logger.warning("%s: no link to %s: %s", self.node.config.name, self.peer.name, reason)
-        if not final and self.node._links.get(self.peer.name) == (self.peer.session, None):
-            del self.node._links[self.peer.name]  # tried again
-
-
-class _ReportingLink(NetLink):
-    """A link that may be dialled again once it is lost."""
-
-    node: EngineNode
-
-    def lost(self, channel: Channel, reason: str, final: bool) -> None:
-        super().lost(channel, reason, final)
-        entry = self.node._links.get(self.peer)
-        if entry is not None and entry[1] is self:
-            del self.node._links[self.peer]
-            self.node._unlinked_since = channel.last_seen  # counts if there is no other link
-            self.node._report_links()

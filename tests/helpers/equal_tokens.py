@@ -44,12 +44,12 @@ def start_pd(d: Deployment, model: str, moe: bool, **flags: Any) -> list[str]:
     return ["P0", "C0", *names]
 
 
-def layouts(wanted: list[str], model: str, moe: bool) -> Iterator[tuple[str, Any]]:
+def layouts(wanted: list[str], model: str, moe: bool, splits: bool) -> Iterator[tuple[str, Any]]:
     """(name, function that starts engines and returns their names)."""
     if "pd" in wanted:
         yield "pd", lambda d: start_pd(d, model, moe)
     if "normal" in wanted:
-        for mesh in (*MOE_MESHES, MOE_TP) if moe else DENSE_MESHES:
+        for mesh in (*MOE_MESHES, MOE_TP) if moe else DENSE_MESHES[: 1 + splits]:
             text = " ".join(f"{k.split('_')[0]}={v}" for k, v in mesh.items())
             yield f"normal {text}", lambda d, mesh=mesh: d.job("normal", "N", model, cpu_devices=4, **mesh)
 
@@ -66,10 +66,11 @@ def main() -> int:
     sizes = {k.replace("-", "_"): v for k, v in SMALL.items()} | {"prefill_buckets": (256,), "decode_buckets": (8,)}
     with LLM(path, **sizes) as llm:
         prompts = prompts_of(args.model, llm) * args.copies
-        moe = getattr(llm.engine.model_config, "router", None) is not None
+        config = llm.engine.model_config
+        moe, splits = getattr(config, "router", None) is not None, config.num_kv_heads % 2 == 0
         expected = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)]
     equal = True
-    for name, start in layouts(args.layout, args.model, moe):
+    for name, start in layouts(args.layout, args.model, moe, splits):
         with tempfile.TemporaryDirectory() as folder, Deployment(Path(folder), plain=True, peer_timeout=20) as d:
             engines = start(d)
             d.joined(*engines)
