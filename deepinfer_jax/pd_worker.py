@@ -71,7 +71,9 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            last_rounds = 8
+            while not self._stopping or (last_rounds and self._holds_ended()):
+                last_rounds -= self._stopping
                 self._wake.clear()
                 self.busy_since = time.monotonic()
                 progressed = self._round()
@@ -83,6 +85,10 @@ class EngineWorker:
             self.failed = f"{self.name} crashed: {type(error).__name__}: {error}"
             self.busy_since = None
             self._on_crash(self, self.failed)
+
+    def _holds_ended(self) -> bool:
+        """Requests the caller has the end of, and the engine has not finalized: a KV store would miss their tails."""
+        return any(seq.is_finished for s in self.engine.schedulers for seq in s.sequences)
 
     def _round(self) -> bool:
         while self._commands:
