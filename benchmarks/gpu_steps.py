@@ -101,7 +101,7 @@ def launches(text: str) -> list[Launch]:
         name, shapes, op = match.groups()
         called = re.search(r"calls=%([\w.\-]+)", line)
         body = bodies.get(called[1], "") if called else ""
-        if "mosaic_gpu" in line:
+        if "mosaic_gpu" in line or "mosaic_gpu" in body:  # the latter: a call whose operand is a slice
             what = "mosaic"
         elif re.search(r" dot\(", body) or "gemm" in name or "cublas" in line:
             what = "matmul"

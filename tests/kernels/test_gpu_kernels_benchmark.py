@@ -24,7 +24,7 @@ def script():
 def test_smoke(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--smoke", "--seed", "7"])
     assert script.main() == 0
-    assert "22 of 22 correct" in capsys.readouterr().out
+    assert "23 of 23 correct" in capsys.readouterr().out
 
 
 def test_refuses_to_time_a_cpu(script, monkeypatch):
@@ -39,5 +39,7 @@ def test_timing_loop_runs_and_floors_count_the_work(script):
     assert work.flops == 2 * 2 * 33 * 4 * (16 + 16)
     pools = 2 * (2 * 3 * 16 * 2 * 16) * 2  # K and V, bf16, whole pages
     assert work.bytes == pools + 2 * (2 * 4 * 16) * 2  # and queries and results
+    dense = script.dense_work("tiny", rows=4, n=128, k=256)
+    assert script.seconds(dense, "xla", loops=2, repeats=1) >= 0
     write = script.write_work("tiny", rows=4, blocks=2, dtype=jnp.bfloat16)
     assert script.seconds(write, "xla", loops=2, repeats=1) >= 0
