@@ -43,6 +43,14 @@ def test_choice_by_target_and_shape(target, args, name, reason):
     assert reason is None or any(reason in why for _, why in choice.refused)
 
 
+@pytest.mark.parametrize(("rows", "n", "reason"), [(256, 7168, None), (2048, 7168, "more than 1024"), (256, 576, "multiples of 128")])
+def test_dense_fp8_products_take_the_kernel_for_few_rows(rows, n, reason):
+    shapes = ((rows, 1024), jnp.bfloat16), ((n, 1024), jnp.float8_e4m3fn), ((-(-n // 128), 8), jnp.float32)
+    choice = chosen("block_scaled_matmul", [jax.ShapeDtypeStruct(*s) for s in shapes], H200)
+    assert choice.name == ("mosaic" if reason is None else "xla")
+    assert reason is None or reason in choice.refused[0][1]
+
+
 def test_environment_overrides_and_is_overridden_by_the_argument(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "paged_decode=xla, kv_write=xla")
     assert chosen("paged_decode", decode_args(), H200).name == "xla"
