@@ -21,7 +21,7 @@ import numpy as np
 
 from deepinfer_jax.outputs import RequestOutput
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything below; compared in the handshake."""
 
 KINDS = ("prompt", "completion", "normal", "client")

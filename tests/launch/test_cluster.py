@@ -314,7 +314,7 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(world, kind, chang
 
 def test_another_protocol_version_is_refused(world):
     stranger = world().engine("prompt", "X", protocol=99)
-    assert stranger.ended == ("protocol version 99, this side speaks 1", True)
+    assert stranger.ended == (f"protocol version 99, this side speaks {wire.PROTOCOL}", True)
 
 
 def test_the_name_of_a_living_engine_is_refused(world):
