@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 PREFIX = "deepinfer_"
 LABELS = ("model_name", "engine")
+KV_GAUGES = {
+    "loading": "sequences that wait for a stored prefix",
+    "host_pages": "pages in host memory",
+    "host_bytes": "bytes of pages in host memory",
+    "disk_disabled": "1 while the disk is not written to after a failure (full, not permitted)",
+}
 
 
 class EngineCollector(Collector):
@@ -44,7 +50,9 @@ class EngineCollector(Collector):
         yield self._gauge("cache_usage_ratio", "blocks in use, of the fullest rank", max(s.cache_usage for s in schedulers))
         yield self._gauge("cache_blocks", "blocks per rank", self._engine.runner.num_blocks)
         if self._engine.kv is not None:
-            pages = {k: v for k, v in self._engine.kv.stats().items() if k not in ("loading", "host_pages", "host_bytes", "disk_disabled")}
+            pages = self._engine.kv.stats()
+            for name in KV_GAUGES.keys() & pages.keys():
+                yield self._gauge(f"kv_store_{name}", KV_GAUGES[name], float(pages.pop(name)))
             yield self._counters("kv_store_pages", "pages (errors: failures) of the KV store by what became of them", "event", pages)
         yield self._histogram("time_to_first_token_seconds", "from a request's arrival", {"": stats.ttft})
         yield self._histogram("inter_token_seconds", "between a sequence's tokens, as they reach the host", {"": stats.inter_token})

@@ -15,6 +15,7 @@ from deepinfer_jax import LLM, EngineType, SamplingParams
 from deepinfer_jax.engine import LLMEngine
 from deepinfer_jax.kv_store import entries
 from deepinfer_jax.kv_store_format import verify_file
+from deepinfer_jax.prometheus import EngineCollector
 
 PROMPT = [3 + 7 * i % 490 for i in range(60)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -191,6 +192,8 @@ def test_an_unusable_folder_costs_nothing_but_a_warning(plain, tmp_path, caplog)
         assert generate(engine, [PROMPT])[0][0] == generate(plain, [PROMPT])[0][0]
         forget(engine)
     assert engine.stats()["kv_store"]["disk_errors"] == 1
+    gauges = {f.name: f.samples[0].value for f in EngineCollector(engine).collect() if f.type == "gauge"}
+    assert gauges["deepinfer_kv_store_disk_disabled"] == 1 and gauges["deepinfer_kv_store_loading"] == 0
     assert sum("requests go on without it" in r.message for r in caplog.records) == 1
     engine.close()
 
