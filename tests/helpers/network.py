@@ -20,7 +20,7 @@ MARK = "DEEPINFER_TEST_NETWORK"
 
 def why_not() -> str | None:
     """What this machine refuses; None: networks can be made."""
-    missing = [c for c in ("unshare", "nsenter", "ip", "bridge") if shutil.which(c) is None]
+    missing = [c for c in ("unshare", "nsenter", "setpriv", "ip", "bridge") if shutil.which(c) is None]
     if missing:
         return f"no {', '.join(missing)}"
     script = "ip link add bridge0 type bridge && ip link add v1 type veth peer name v2 && unshare -n true"
@@ -50,7 +50,7 @@ class Host:
         while os.readlink(f"/proc/{pid}/ns/net") == own or Path(f"/proc/{pid}/comm").read_text().strip() != "cat":
             assert time.monotonic() < limit
             time.sleep(0.005)
-        self.prefix = ["nsenter", "-t", str(pid), "-n", "--"]
+        self.prefix = ["setpriv", "--pdeathsig", "KILL", "--", "nsenter", "-t", str(pid), "-n", "--"]  # nothing outlives us
         _run(f"ip link add {self.port} type veth peer name eth0 netns {pid}")
         _run(f"ip link set {self.port} master bridge0 up")
         for command in ("link set lo up", f"addr add {self.address}/24 dev eth0", "link set eth0 up"):

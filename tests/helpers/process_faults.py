@@ -59,8 +59,16 @@ class World:
         prompts = [data[f"prompt_{i}"].tolist() for i in range(4)]
         (folder / "prompts.json").write_text(json.dumps(prompts))
         self.expected = undisturbed(prompts)
-        self.d = d = Deployment(folder, network=net, peer_timeout=peer_timeout)
+        self.d = Deployment(folder, network=net, peer_timeout=peer_timeout)
         self.engines: set[str] = set()
+        try:
+            self.start(engines, transport, peer_timeout)
+        except BaseException:
+            self.d.close()
+            raise
+
+    def start(self, engines: Iterable[str], transport: str, peer_timeout: float) -> None:
+        d = self.d
         for name in engines:
             flags = {"peer_timeout": peer_timeout, "transport": transport}
             role = "prompt" if name[0] == "P" else "completion"
