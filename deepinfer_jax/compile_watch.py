@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,21 +23,24 @@ class CompileWatch:
     """Counters since the process's first use of `compile_watch()`. Thread-safe.
 
     compiles: executables asked of XLA. cache_hits: how many of them the persistent compilation cache had.
-    unexpected: compiles while no `expected()` block was open in any thread.
+    unexpected: compiles while no `expected()` block was open in any thread. recent: what the last of those were, and in which thread.
     """
 
     def __init__(self) -> None:
         self.compiles = self.cache_hits = self.unexpected = 0
+        self.recent: deque[str] = deque(maxlen=16)
         self._expected = 0
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, name: str, seconds: float, **_: Any) -> None:
+    def _on_duration(self, name: str, seconds: float, **about: Any) -> None:
         if name == _COMPILED:
             with self._lock:
                 self.compiles += 1
-                self.unexpected += not self._expected
+                if not self._expected:
+                    self.unexpected += 1
+                    self.recent.append(f"{about.get('fun_name', '?')} in thread {threading.current_thread().name}")
 
     def _on_event(self, name: str, **_: Any) -> None:
         if name == _CACHE_HIT:
