@@ -171,6 +171,22 @@ inline void attend(const Rows& rows, const Pools& pools, const int32_t* table, i
   attend<Float32, float>(rows, pools, table, head, begin, end, out);
 }
 
+// out [dv]: the finished row; zeros where it saw nothing.
+inline void finish(Partial p, int64_t r, int64_t dv, float* out) {
+  const float by = p.total[r] == 0 ? 0.f : 1.f / p.total[r];
+  for (int64_t c = 0; c < dv; c++) out[c] = p.acc[r * dv + c] * by;
+}
+
+// q f32 [rows, H, D]; keys, and values unless they are part of the keys, [N, bs, KH, D or Dv]; out f32 [rows, H, Dv].
+inline bool paged_operands_fit(const XLA_FFI_Buffer* q, const XLA_FFI_Buffer* keys, const XLA_FFI_Buffer* values, const XLA_FFI_Buffer* out) {
+  return q->rank == 3 && keys->rank == 4 && (keys->dtype == XLA_FFI_DataType_F32 || keys->dtype == XLA_FFI_DataType_BF16) &&
+         (!values || values->dtype == keys->dtype) && q->dims[2] % LANES == 0 && out->dims[2] % LANES == 0;
+}
+inline Pools paged_pools(const XLA_FFI_Buffer* keys, const XLA_FFI_Buffer* values, const XLA_FFI_Buffer* out) {
+  const bool half = keys->dtype == XLA_FFI_DataType_BF16;
+  return {keys->data, values ? values->data : nullptr, half, keys->dims[0], keys->dims[1], keys->dims[2], keys->dims[3], out->dims[2]};
+}
+
 // Decode attention of S sequences, q_per_seq rows each: chunks are (sequence, head, rows, span of keys).
 struct Decode {
   Pools pools;
@@ -255,11 +271,6 @@ struct Decode {
     return sum;
   }
 
-  // out [dv]: the finished row; zeros where it saw nothing.
-  void finish(Partial p, int64_t r, float* out) const {
-    const float by = p.total[r] == 0 ? 0.f : 1.f / p.total[r];
-    for (int64_t c = 0; c < pools.dv; c++) out[c] = p.acc[r * pools.dv + c] * by;
-  }
 };
 
 }  // namespace deepinfer

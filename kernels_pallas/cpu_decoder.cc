@@ -154,7 +154,7 @@ struct Layer {
   void finish(const Decode::Unit& u, Partial p, bool any) const {
     for (int64_t r = 0; r < u.count; r++) {
       float* to = step->attended + decode.place(u, r) * decode.pools.dv;
-      if (any) decode.finish(p, r, to);
+      if (any) deepinfer::finish(p, r, decode.pools.dv, to);
       else std::fill(to, to + decode.pools.dv, 0.f);
     }
   }

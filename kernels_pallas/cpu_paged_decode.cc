@@ -31,7 +31,7 @@ struct PagedDecode : Job {
     const int64_t dv = decode.pools.dv;
     for (int64_t r = 0; r < u.count; r++) {
       float* to = out + decode.place(u, r) * dv;
-      if (any) decode.finish(p, r, to);
+      if (any) finish(p, r, dv, to);
       else std::fill(to, to + dv, 0.f);
     }
   }
@@ -50,18 +50,14 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_p
     return fail(frame, "cpu_paged_decode: expected q, block_tables, kv_lens, sinks, keys[, values] -> out");
   const XLA_FFI_Buffer *q = argument(frame, 0), *tables = argument(frame, 1), *sinks = argument(frame, 3), *keys = argument(frame, 4);
   const XLA_FFI_Buffer *values = frame->args.size == 6 ? argument(frame, 5) : nullptr, *out = result(frame, 0);
-  const bool half = keys->dtype == XLA_FFI_DataType_BF16;
-  if (q->rank != 3 || keys->rank != 4 || (!half && keys->dtype != XLA_FFI_DataType_F32) || (values && values->dtype != keys->dtype) ||
-      q->dims[2] % 16 || out->dims[2] % 16) {
-    return fail(frame, "cpu_paged_decode: operand types or shapes do not fit together");
-  }
+  if (!paged_operands_fit(q, keys, values, out)) return fail(frame, "cpu_paged_decode: operand types or shapes do not fit together");
   const int64_t sequences = tables->dims[0];
   if (sequences == 0 || q->dims[0] == 0) return nullptr;
   const int64_t threads = pool_threads(frame);
   auto* job = new PagedDecode(threads);
   job->q = data<const float>(q), job->out = data<float>(out);
   Decode& d = job->decode;
-  d.pools = {keys->data, values ? values->data : nullptr, half, keys->dims[0], keys->dims[1], keys->dims[2], keys->dims[3], out->dims[2]};
+  d.pools = paged_pools(keys, values, out);
   d.tables = data<const int32_t>(tables), d.lens = data<const int32_t>(argument(frame, 2));
   d.sinks = sinks->dims[0] ? data<const float>(sinks) : nullptr;
   d.sequences = sequences, d.pages = tables->dims[1], d.heads = q->dims[1], d.q_per_seq = q->dims[0] / sequences;

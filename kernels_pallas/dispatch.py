@@ -82,6 +82,7 @@ TABLE: tuple[Implementation, ...] = (
     Implementation("paged_decode", "xla", "paged_decode:paged_decode_xla"),
     Implementation("ragged_prefill", "mosaic", "ragged_prefill_mosaic:ragged_prefill_mosaic", *_HOPPER, "ragged_prefill_mosaic:refusal"),
     Implementation("ragged_prefill", "mosaic_mla", "mla_decode_mosaic:mla_prefill_mosaic", *_HOPPER, "mla_decode_mosaic:prefill_refusal"),
+    Implementation("ragged_prefill", "native", "cpu_ragged_prefill:ragged_prefill_native", ("cpu",), (), "cpu_ragged_prefill:refusal"),
     Implementation("ragged_prefill", "xla", "ragged_prefill:ragged_prefill_xla"),
     Implementation("grouped_matmul", "mosaic", "grouped_matmul_mosaic:grouped_matmul_mosaic", *_HOPPER, "grouped_matmul_mosaic:refusal"),
     Implementation("grouped_matmul", "xla", "grouped_matmul:grouped_matmul_xla"),

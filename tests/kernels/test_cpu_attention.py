@@ -1,4 +1,4 @@
-"""The compiled decode attention against the float64 oracle, over the cases of the other backends and those that break its blocks."""
+"""The compiled attention against the float64 oracle, over the cases of the other backends and those that break its blocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from kernel_cases import DECODE, assert_close, run_attention
+from kernel_cases import DECODE, PREFILL, assert_close, run_attention
 
 from deepinfer_jax import kernels_pallas as kernels
 from deepinfer_jax.kernels_pallas import cpu_native, cpu_paged_decode, dispatch, testing
 from deepinfer_jax.kernels_pallas.testing import AttentionCase
 
-pytestmark = pytest.mark.skipif(not cpu_native.in_use("paged_decode"), reason=cpu_native.status("paged_decode").reason)
+pytestmark = [
+    pytest.mark.skipif(not cpu_native.in_use(name), reason=cpu_native.status(name).reason) for name in ("paged_decode", "ragged_prefill")
+]
 
 REFUSED = {"mla", "other value width", "fp8 cache", "gpu gqa fp8", "gpu mla fp8 rows"}
 OWN = {
@@ -40,6 +42,34 @@ def test_cases_of_every_backend(name):
 def test_cases_that_break_blocks(name):
     got, expected = run_attention(kernels.paged_decode, OWN[name], implementation="native")
     assert_close(got, expected, OWN[name].dtype)
+
+
+def wide(case: AttentionCase) -> AttentionCase:
+    """`case` with head sizes that are multiples of 16."""
+    up = lambda n: n if n is None else -(-n // 16) * 16  # noqa: E731
+    return dataclasses.replace(case, d=up(case.d), dv=up(case.dv), v_dim=up(case.v_dim))
+
+
+OWN_PREFILL = {
+    "block boundary": AttentionCase((127, 128, 129, 257), (127, 5, 129, 130), block_size=16),
+    "more heads than rows of a chunk": AttentionCase((300, 3, 0, 20), (7, 3, 0, 20), heads=40, kv_heads=1, d=80, v_dim=64, block_size=16),
+    "bf16 window sinks": AttentionCase((300, 40), (300, 30), sliding_window=9, sinks=True, dtype="bfloat16", cache_dtype="bfloat16"),
+    "no sequence": AttentionCase((0, 0), (0, 0), pad_rows=9),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in PREFILL if not n.startswith(("fp8", "gpu"))] + list(OWN_PREFILL))
+def test_prefill(name):
+    case = wide((PREFILL | OWN_PREFILL)[name])
+    got, expected = run_attention(kernels.ragged_prefill, case, implementation="native")
+    assert_close(got, expected, case.dtype)
+
+
+@pytest.mark.parametrize("name", ["fp8 cache", "other value width"])
+def test_refused_prefill(name):
+    case = PREFILL[name]
+    with pytest.raises(ValueError, match="native refused: (pools must be|head sizes must be)"):
+        run_attention(kernels.ragged_prefill, case, implementation="native")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
