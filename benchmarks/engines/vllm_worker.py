@@ -9,8 +9,10 @@ import sys
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
+from worker import serve  # first: see there
+
+# isort: split
 from vllm import LLM, SamplingParams
-from worker import serve
 
 
 def main():

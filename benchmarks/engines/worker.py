@@ -1,7 +1,8 @@
 """The loop of a benchmark worker: another engine in a process, and an interpreter, of its own.
 
 One JSON object per line. In: {"prompts": [[ids]], "max_tokens": [n]}. Out: {"seconds": s, "tokens": [[ids]], "peak_bytes": n}.
-Every request is greedy and ignores EOS. Whatever the engine itself prints goes to stderr. Runs on any Python >= 3.10.
+Every request is greedy and ignores EOS. Import this module before the engine: whatever that prints goes to stderr then. Runs on any
+Python >= 3.10.
 """
 
 import json
@@ -10,11 +11,12 @@ import resource
 import sys
 import time
 
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what an engine prints, from its import on, must not get between the answers
+
 
 def serve(generate):
     """generate(prompts, max_tokens) -> token lists."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an engine prints must not get between the answers
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
