@@ -207,7 +207,7 @@ def print_table(engines: list[Any], loads: list[Workload], times: dict[tuple[str
             same = f"{agreement(mine.tokens, t.tokens):11.1%}" if e.name != ours else ""
             print(f"{w.name:8s} {e.name:14s} {prefill:13.1f} {decode:13.1f} {new:10.1f} {factor:>8s} {same:>12s}")
     for e in engines:
-        print(f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f} MiB")
+        print(f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f} MiB{' (its first process)' if e.name == 'vllm' else ''}")
 
 
 def print_limits(engine: Any, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
