@@ -9,7 +9,8 @@
 
 namespace deepinfer {
 
-constexpr int KEYS = 128;            // keys per block
+constexpr int KEYS = 128;            // keys per block, which begins at a multiple of them
+constexpr int STRIDE = KEYS + 2 * LANES;  // of a row of scores: room before and after for keys of the same page that do not count
 constexpr int SPAN = 1024;           // keys per chunk, where sequences are cut
 constexpr int MAX_ROWS = 16;         // query rows per chunk
 constexpr float NOTHING = -1e30f;    // a score that counts for nothing
@@ -77,7 +78,7 @@ INLINE void add_values(const T* const* values, int64_t count, const float* weigh
     F value[V];
     UNROLL for (int v = 0; v < V; v++) value[v] = row.at(c + v * LANES);
     UNROLL for (int r = 0; r < R; r++) {
-      const float weight = weights[r * KEYS + i];
+      const float weight = weights[r * STRIDE + i];
       UNROLL for (int v = 0; v < V; v++) sums[r][v] += weight * value[v];
     }
   }
@@ -117,19 +118,22 @@ INLINE void weigh(float* scores, int64_t count, float& top, float& total, float*
   }
 }
 
-// Adds the keys begin..end of a sequence to `out`. Weights of rows that do not see a key are zero; no key past `end` is read.
+// Adds the keys begin..end of a sequence to `out`. Weights of rows that do not see a key are zero; no value outside begin..end is
+// read. What a row gets depends on its own position and keys only, to the last bit, not on the rows that it shares a chunk with.
 template <typename W, typename T>
 void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t head, int64_t begin, int64_t end, Partial out) {
-  alignas(64) static thread_local float scores[MAX_ROWS * KEYS];
+  alignas(64) static thread_local float buffer[MAX_ROWS * STRIDE];
+  float* scores = buffer + LANES;
   const T* values[KEYS];
   const int64_t bs = pools.block_size;
-  for (int64_t k0 = begin; k0 < end; k0 += KEYS) {
-    const int64_t k1 = std::min(k0 + KEYS, end), count = k1 - k0, padded = (count + LANES - 1) / LANES * LANES;
+  for (int64_t k0 = begin; k0 < end;) {
+    const int64_t base = k0 - k0 % KEYS, k1 = std::min(base + KEYS, end), count = k1 - base, padded = (count + LANES - 1) / LANES * LANES;
+    const int64_t first = k0 - base;
     for (int64_t key = k0; key < k1;) {
       const int64_t block = table[key / bs], offset = key % bs, n = std::min(bs - offset, k1 - key);
-      const Weights w{pools.key<T>(block, offset, head), nullptr, nullptr, n, pools.d, pools.kv_heads * pools.d};
+      const Weights w{pools.key<T>(block, 0, head), nullptr, nullptr, bs, pools.d, pools.kv_heads * pools.d};
       for (int64_t i = 0; i < n; i++) {
-        const T* value = values[key - k0 + i] = pools.value<T>(block, offset + i, head);
+        const T* value = values[key - base + i] = pools.value<T>(block, offset + i, head);
         if (pools.values)
           for (int64_t c = 0; c < pools.dv; c += 64 / sizeof(T)) __builtin_prefetch(value + c);
       }
@@ -138,31 +142,32 @@ void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t 
         for (int64_t i = 0; i < std::min(bs, end - key - n); i++)
           for (int64_t c = 0; c < pools.d; c += 64 / sizeof(T)) __builtin_prefetch(next + i * w.stride + c);
       }
-      float* to = scores + (key - k0);
+      float* to = scores + (key - base) - offset;  // of the page's first key
       const char* ahead = static_cast<const char*>(w.data);
-      int64_t i = 0;
-      for (; i + ROWS <= n; i += ROWS) rows_of_x<W, ROWS>(rows.count, rows.q, w, i, to, KEYS, ahead);
-      for (; i < n; i++) rows_of_x<W, 1>(rows.count, rows.q, w, i, to, KEYS, ahead);
+      int64_t i = offset - offset % ROWS;  // always the same tiles of a page, whose scores differ from other tiles' in the last bit
+      for (; i + ROWS <= bs && i < offset + n; i += ROWS) rows_of_x<W, ROWS>(rows.count, rows.q, w, i, to, STRIDE, ahead);
+      for (; i < offset + n; i++) rows_of_x<W, 1>(rows.count, rows.q, w, i, to, STRIDE, ahead);
       key += n;
     }
     for (int64_t r = 0; r < rows.count; r++) {
-      float* s = scores + r * KEYS;
-      const int64_t low = std::min(std::max(rows.low[r] - k0, int64_t{0}), count), high = std::min(rows.high[r] - k0, count);
+      float* s = scores + r * STRIDE;
+      const int64_t low = std::min(std::max(rows.low[r] - base, int64_t{0}), count), high = std::min(rows.high[r] - base, count);
       for (int64_t i = 0; i < low; i++) s[i] = NOTHING;
       for (int64_t i = std::max(high, low); i < padded; i++) s[i] = NOTHING;
       if (low < high) weigh(s, padded, out.top[r], out.total[r], out.acc + r * pools.dv, pools.dv);
       else std::fill(s, s + padded, 0.f);
     }
     for (int64_t r = 0; r < rows.count;) {
-      const float* s = scores + r * KEYS;
+      const float* s = scores + r * STRIDE + first;
       float* acc = out.acc + r * pools.dv;
       switch (std::min<int64_t>(rows.count - r, 4)) {
-        case 1: add_values<W, 1>(values, count, s, acc, pools.dv), r += 1; break;
-        case 2: add_values<W, 2>(values, count, s, acc, pools.dv), r += 2; break;
-        case 3: add_values<W, 3>(values, count, s, acc, pools.dv), r += 3; break;
-        default: add_values<W, 4>(values, count, s, acc, pools.dv), r += 4;
+        case 1: add_values<W, 1>(values + first, count - first, s, acc, pools.dv), r += 1; break;
+        case 2: add_values<W, 2>(values + first, count - first, s, acc, pools.dv), r += 2; break;
+        case 3: add_values<W, 3>(values + first, count - first, s, acc, pools.dv), r += 3; break;
+        default: add_values<W, 4>(values + first, count - first, s, acc, pools.dv), r += 4;
       }
     }
+    k0 = k1;
   }
 }
 

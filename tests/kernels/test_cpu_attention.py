@@ -65,6 +65,24 @@ def test_prefill(name):
     assert_close(got, expected, case.dtype)
 
 
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_a_row_does_not_depend_on_how_a_prompt_is_cut(block_size, window):
+    """To the last bit: so tokens and log-probabilities are the same with and without chunks, prefix hits and hand-over."""
+    case = AttentionCase((310,), (310,), block_size=block_size, sliding_window=window, d=32)
+    x = {n: jnp.asarray(a) for n, a in testing.attention_inputs(case).items() if a is not None}
+
+    def last(rows: int, length: int = 310) -> np.ndarray:
+        args = (x["q"][length - rows : length], x["k_pool"], x["v_pool"], x["block_tables"], jnp.array([length]), jnp.array([0, rows]))
+        return np.asarray(
+            kernels.ragged_prefill(*args, jnp.zeros(rows, jnp.int32), scale=case.scale, sliding_window=window, implementation="native")
+        )
+
+    whole = last(310)
+    for rows, length in ((1, 310), (7, 310), (131, 310), (50, 203), (1, 129)):
+        np.testing.assert_array_equal(last(rows, length), whole[length - rows : length])
+
+
 @pytest.mark.parametrize("name", ["fp8 cache", "other value width"])
 def test_refused_prefill(name):
     case = PREFILL[name]
