@@ -24,7 +24,8 @@ def normal():
 
 @pytest.fixture(scope="module")
 def pairs():
-    made = [deployment("1P:1D"), deployment("1P:2D", completion_mesh={"data_parallel_size": 2, "num_blocks": 40})]
+    roomy = {"num_blocks": 160, "max_num_seqs": 12, "decode_buckets": (12,)}  # takes all that the other one may have begun
+    made = [deployment("1P:1D", completion_mesh=roomy), deployment("1P:2D", completion_mesh={"data_parallel_size": 2, "num_blocks": 40})]
     yield made
     for engine in made:
         engine.close()
