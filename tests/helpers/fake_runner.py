@@ -52,7 +52,7 @@ def fake_runner(*, dp=1, tp=1, ep=1, first_device=0, num_blocks=12, num_state_sl
     for name, layers in abstract.items():
         values = [np.zeros(x.shape, x.dtype) if seed is None else rng.normal(size=x.shape).astype(x.dtype) for x in layers]
         caches[name] = tuple(jax.device_put(v, x.sharding) for v, x in zip(values, layers, strict=True))
-        host[name] = [v.reshape(dp, -1, *v.shape[1:]) for v in values]
+        host[name] = [v.reshape(dp, -1, *v.shape[1:]).copy() for v in values]  # device_put may use the memory of `values` itself
     return SimpleNamespace(
         cache_specs=specs,
         caches=caches,
