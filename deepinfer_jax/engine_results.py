@@ -141,8 +141,6 @@ class EngineResultsMixin:
                 c.consume()
                 self._end(c)
                 self._ended.append(c.request)
-        for seq in [s for outputs in substeps for o in outputs for s in o.ignored]:
-            self._ranks.pop(seq.request_id, None)  # released by the scheduler already
         ended, self._ended = self._ended, []
         done = {r.request_id: r for r in ended if r.finished and r.request_id in self._requests}
         return [self.process_output(self._request_output(r)) for r in done.values()]

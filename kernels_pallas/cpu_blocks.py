@@ -18,8 +18,7 @@ def refusal(caches: Sequence[Sequence[jax.Array]], *_, **__) -> str | None:
     unknown = {np.dtype(p.dtype).name for pools in caches for p in pools} - {*DTYPES}
     if unknown:
         return f"pools of {', '.join(sorted(unknown))}"
-    status = cpu_native.status("blocks")
-    return None if status.native else status.reason
+    return cpu_native.refusal("blocks")
 
 
 def take_native(caches: Sequence[Sequence[jax.Array]], ids: jax.Array, count: jax.Array) -> list[jax.Array]:

@@ -32,8 +32,7 @@ def refusal(x, rows, layers: tuple[LayerWeights, ...], last_norm, keys, values, 
         return f"hidden {x.shape[1]}, head {d} and inner {inner} sizes must be multiples of {_WIDTH}"
     if heads // kv_heads > _MAX_GROUP or any(k.shape[2:] != keys[0].shape[2:] for k in (*keys, *values)):
         return f"at most {_MAX_GROUP} query heads per key/value head, and pools alike, expected"
-    status = cpu_native.status("decoder")
-    return None if status.native else status.reason
+    return cpu_native.refusal("decoder")
 
 
 def _sizes(layer: LayerWeights, pool) -> tuple[int, int, int, int]:

@@ -13,21 +13,17 @@ _WIDTH = 16
 
 def refusal(q, k_pool, v_pool, block_tables, kv_lens, *, v_dim=None, **_) -> str | None:
     """Why the compiled attention cannot take these arguments; None if it can."""
-    return pools_refusal(k_pool, v_pool, v_dim) or library_refusal("paged_decode")
+    return pools_refusal(k_pool, v_pool, v_dim) or cpu_native.refusal("paged_decode")
 
 
 def pools_refusal(k_pool, v_pool, v_dim) -> str | None:
+    """Why no compiled attention can read these pools; None if it can."""
     dv = v_dim if v_pool is None else v_pool.shape[3]
     if k_pool.dtype not in (jnp.float32, jnp.bfloat16) or (v_pool is not None and v_pool.dtype != k_pool.dtype):
         return f"pools must be float32 or bfloat16, got {k_pool.dtype}"
     if k_pool.shape[3] % _WIDTH or dv % _WIDTH:
         return f"head sizes must be multiples of {_WIDTH}, got {k_pool.shape[3]} and {dv}"
     return None
-
-
-def library_refusal(name: str) -> str | None:
-    status = cpu_native.status(name)
-    return None if status.native else status.reason
 
 
 def paged_decode_native(q, k_pool, v_pool, block_tables, kv_lens, *, scale, q_per_seq=1, v_dim=None, sliding_window=None, sinks=None):

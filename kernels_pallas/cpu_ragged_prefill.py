@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import cpu_native
-from .cpu_paged_decode import library_refusal, pools_refusal
+from .cpu_paged_decode import pools_refusal
 
 
 def refusal(q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, *, v_dim=None, **_) -> str | None:
     """Why the compiled attention cannot take these arguments; None if it can."""
-    return pools_refusal(k_pool, v_pool, v_dim) or library_refusal("ragged_prefill")
+    return pools_refusal(k_pool, v_pool, v_dim) or cpu_native.refusal("ragged_prefill")
 
 
 def ragged_prefill_native(

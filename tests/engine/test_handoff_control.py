@@ -249,6 +249,16 @@ def test_what_can_never_fit_is_refused_with_its_numbers():
     world.settle()
 
 
+def add_eight(world: World) -> None:
+    """Eight requests, one per tick; the sixth is aborted at once."""
+    for i in range(8):
+        world.add(f"r{i}", [(i + j) % 23 + 2 for j in range(20)], 6)
+        world.tick()
+        if i == 5 and "r5" in world._requests:
+            world.aborted.add("r5")
+            world.abort_request("r5")
+
+
 @pytest.mark.parametrize("kind", ["ack", "granted", "deliver", "pages", "reserve", "cancel", "failed"])
 def test_duplicate_and_late_messages_change_nothing(kind):
     world = World(4, completion=1)
@@ -261,12 +271,7 @@ def test_duplicate_and_late_messages_change_nothing(kind):
             kept.append((link, message))
 
     world.post = doubled
-    for i in range(8):
-        world.add(f"r{i}", [(i + j) % 23 + 2 for j in range(20)], 6)
-        world.tick()
-        if i == 5 and "r5" in world._requests:
-            world.aborted.add("r5")
-            world.abort_request("r5")
+    add_eight(world)
     for _ in range(60):
         world.tick()
     for link, message in kept:
@@ -289,12 +294,7 @@ def test_messages_may_be_overtaken(kind):
             post(link, message)
 
     world.post = late
-    for i in range(8):
-        world.add(f"r{i}", [(i + j) % 23 + 2 for j in range(20)], 6)
-        world.tick()
-        if i == 5 and "r5" in world._requests:
-            world.aborted.add("r5")
-            world.abort_request("r5")
+    add_eight(world)
     world.settle()
     check_results(world, Counter())
     reasons = Counter(o.outputs[0].finish_reason for o in world.results.values())

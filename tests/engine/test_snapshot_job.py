@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deployment import Deployment, free_port
-from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
 
 from deepinfer_jax import LLM, snapshot_state
 from deepinfer_jax.snapshot_files import PARTS, Share, Snapshot, SnapshotError, load, write_share
@@ -130,7 +130,7 @@ def kill(processes: list[subprocess.Popen]) -> None:
 
 def test_two_processes_go_on_as_one_and_as_two_others(tmp_path):
     one = tiny_engine(num_blocks=60, data_parallel_size=2)
-    expected = run(one, {str(i): p for i, p in enumerate(PROMPTS)})
+    expected = complete(one, {str(i): p for i, p in enumerate(PROMPTS)})
     processes = start(tmp_path, "snapshot", 4)
     try:
         assert answers(processes) == [1, 1]
@@ -138,7 +138,7 @@ def test_two_processes_go_on_as_one_and_as_two_others(tmp_path):
         kill(processes)
     saved = one.restore(tmp_path)
     assert set(saved) == set(expected)
-    assert run(one) == expected
+    assert complete(one) == expected
     processes = start(tmp_path, "restore", 2)  # one rank each instead of two
     try:
         found = answers(processes)
@@ -146,16 +146,6 @@ def test_two_processes_go_on_as_one_and_as_two_others(tmp_path):
         kill(processes)
     assert all(found) and not found[0].keys() & found[1].keys()
     assert found[0] | found[1] == expected
-
-
-def run(engine, prompts=None, params=SAMPLED):
-    for request_id, prompt in (prompts or {}).items():
-        engine.add_request(request_id, prompt, params)
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-    engine.check_integrity()
-    return done
 
 
 def test_sigterm_of_an_engine_behind_a_router(tmp_path):
@@ -174,5 +164,5 @@ def test_sigterm_of_an_engine_behind_a_router(tmp_path):
     rest = []
     while one.has_unfinished_requests():
         rest += [token for o in one.step() for token in o.outputs[0].token_ids]  # it was streaming: what had not been sent
-    expected = run(one, {"again": PROMPTS[0]}, params)["again"]
+    expected = complete(one, {"again": PROMPTS[0]}, params)["again"]
     assert 0 < len(rest) < 200 and rest == expected[-len(rest) :]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
 
 from deepinfer_jax import LLM, EngineType
 from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
@@ -26,7 +26,7 @@ def server(folder: Path, body: str, **engine: object) -> subprocess.Popen:
     code = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent.parent / "helpers")!r})
-from snapshot_cases import PROMPTS, SAMPLED, tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
 from deepinfer_jax import SamplingParams
 engine = tiny_engine(**{engine!r})
 params = SamplingParams(max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)
@@ -47,18 +47,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def expected(engine):
-    return run(engine, {str(i): p for i, p in enumerate(PROMPTS)})
-
-
-def run(engine, prompts=None, params=SAMPLED):
-    """{request id: token ids} of everything the engine has to do, added prompts included."""
-    for request_id, prompt in (prompts or {}).items():
-        engine.add_request(request_id, prompt, params)
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-    engine.check_integrity()
-    return done
+    return complete(engine, {str(i): p for i, p in enumerate(PROMPTS)})
 
 
 @pytest.mark.parametrize("zos", [False, True])
@@ -69,7 +58,7 @@ def test_kill_9_and_restore_in_another_process(zos, engine, expected, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert engine.restore(tmp_path) == sorted(expected)
-    assert run(engine) == expected
+    assert complete(engine) == expected
 
 
 def test_killed_while_it_writes(engine, expected, tmp_path):
@@ -88,7 +77,7 @@ def test_killed_while_it_writes(engine, expected, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         ids = engine.restore(tmp_path / str(delay))
-        done = run(engine)
+        done = complete(engine)
         assert ids and all(done[i] == expected[i] for i in ids if i in expected)
 
 
@@ -114,7 +103,7 @@ def test_sigterm_saves_before_it_ends_the_process(engine, expected, tmp_path):
 
 def run_restored(engine, folder):
     engine.restore(folder)
-    return run(engine)
+    return complete(engine)
 
 
 def test_a_busy_loop_of_steps_lets_snapshots_in(engine, tmp_path):
@@ -137,7 +126,7 @@ def test_a_busy_loop_of_steps_lets_snapshots_in(engine, tmp_path):
         thread.join()
     with pytest.raises(SnapshotError, match="no complete snapshot 1"):
         engine.restore(tmp_path, step=1)  # two are kept
-    run(engine)
+    complete(engine)
 
 
 def test_roles(engine, expected, tmp_path):
@@ -152,19 +141,19 @@ def test_roles(engine, expected, tmp_path):
     for _ in range(8):
         engine.step()
     engine.snapshot(tmp_path / "decoding").wait(60)
-    run(engine)
+    complete(engine)
     completion.restore(tmp_path / "decoding")
     for _ in range(4):
         completion.step()
     completion.snapshot(tmp_path / "completion").wait(60)
-    assert run(completion) == {k: expected[k] for k in "012"}
+    assert complete(completion) == {k: expected[k] for k in "012"}
     assert run_restored(engine, tmp_path / "completion") == {k: expected[k] for k in "012"}
     prompt.start_hand_over("P", None)
     with pytest.raises(ValueError, match="decodes already"):
         prompt.restore(tmp_path / "decoding")
     engine.add_request("w", PROMPTS[0], SAMPLED)
     engine.snapshot(tmp_path / "waiting").wait(60)
-    run(engine)
+    complete(engine)
     with pytest.raises(ValueError, match="'w' is not prefilled: a COMPLETION engine"):
         completion.restore(tmp_path / "waiting")
     assert not list(completion.schedulers[0].sequences)
@@ -179,7 +168,7 @@ def test_a_prefilled_request_of_a_prompt_engine_is_computed_again_from_its_last_
     while engine._completions and next(iter(engine._completions.values())).seq.num_output_tokens != 1:
         engine.step()
     engine.snapshot(tmp_path).wait(60)
-    run(engine)
+    complete(engine)
     prompt = tiny_engine(cls=PromptEngine, engine_type=EngineType.PROMPT, decode_buckets=None, num_blocks=60)
     prompt.start_hand_over("P", None)
     prompt.restore(tmp_path)
@@ -197,7 +186,7 @@ def test_refusals(engine, tmp_path):
     engine.snapshot(tmp_path / "s").wait(60)
     with pytest.raises(ValueError, match=r"\['a'\] of the snapshot are already running"):
         engine.restore(tmp_path / "s")
-    run(engine)
+    complete(engine)
     for changes, message in (
         ({"block_size": 4, "num_blocks": 100}, "block_size: 8 there, 4 here"),
         ({"kv_cache_dtype": "bfloat16"}, "'float32'.* there, .*'bfloat16'.* here"),
@@ -215,7 +204,7 @@ def test_a_damaged_snapshot_is_refused(engine, tmp_path):
     engine.add_request("a", PROMPTS[1], SAMPLED)
     engine.step()
     engine.snapshot(tmp_path).wait(60)
-    run(engine)
+    complete(engine)
     files = sorted(f for f in (tmp_path / "1").rglob("*") if f.is_file() and f.stat().st_size > 1000)
     assert files
     for file in files:
@@ -227,7 +216,7 @@ def test_a_damaged_snapshot_is_refused(engine, tmp_path):
             except SnapshotError as error:
                 assert "damaged" in str(error)
             else:  # a byte that nothing depends on
-                assert len(run(engine)["a"]) == 24
+                assert len(complete(engine)["a"]) == 24
         file.write_bytes(good)
     assert run_restored(engine, tmp_path).keys() == {"a"}
 

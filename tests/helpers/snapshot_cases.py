@@ -107,3 +107,14 @@ def assert_same(got: Collector, expected: Collector) -> None:
         assert (other.prompt_logprobs is None) == (output.prompt_logprobs is None)
         for x, y in zip(other.prompt_logprobs or (), output.prompt_logprobs or (), strict=True):
             assert (x is None and y is None) or all(abs(x[k].logprob - y[k].logprob) < 1e-3 for k in y)
+
+
+def complete(engine, prompts: dict[str, list[int]] | None = None, params: SamplingParams = SAMPLED) -> dict[str, list[int]]:
+    """{request id: token ids} of everything the engine has to do, `prompts` included."""
+    for request_id, prompt in (prompts or {}).items():
+        engine.add_request(request_id, prompt, params)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    engine.check_integrity()
+    return done
