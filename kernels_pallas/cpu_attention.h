@@ -4,14 +4,18 @@
 // weights. A long sequence is cut into spans whose partial results are merged afterwards, so that one sequence feeds all threads.
 #pragma once
 
+#include <algorithm>
+#include <memory>
+
 #include "cpu_ffi.h"
+#include "cpu_stream.h"
 #include "cpu_product.h"
 
 namespace deepinfer {
 
 constexpr int KEYS = 128;            // keys per block, which begins at a multiple of them
 constexpr int STRIDE = KEYS + 2 * LANES;  // of a row of scores: room before and after for keys of the same page that do not count
-constexpr int SPAN = 1024;           // keys per chunk, where sequences are cut
+constexpr int SPAN = 1024, LEAST_SPAN = 64, SPAN_STEP = 32;  // keys per chunk, where sequences are cut: at most, at least, a multiple of
 constexpr int MAX_ROWS = 16;         // query rows per chunk
 constexpr float NOTHING = -1e30f;    // a score that counts for nothing
 
@@ -131,6 +135,7 @@ void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t 
     const int64_t first = k0 - base;
     for (int64_t key = k0; key < k1;) {
       const int64_t block = table[key / bs], offset = key % bs, n = std::min(bs - offset, k1 - key);
+      stream().used(n * (pools.d + pools.dv) * static_cast<int64_t>(sizeof(T)));
       const Weights w{pools.key<T>(block, 0, head), nullptr, nullptr, bs, pools.d, pools.kv_heads * pools.d};
       for (int64_t i = 0; i < n; i++) {
         const T* value = values[key - base + i] = pools.value<T>(block, offset + i, head);
@@ -199,7 +204,7 @@ struct Decode {
   const float* sinks;  // one per query head, or null
   int64_t sequences, pages, heads, q_per_seq, window;  // window 0: none
   float scale;
-  int64_t row_blocks, spans, units;
+  int64_t row_blocks, units, spans, span_keys;
   std::shared_ptr<float[]> partials;  // [units, spans, MAX_ROWS, 2 + dv] where there are several spans
 
   int64_t group() const { return heads / pools.kv_heads; }
@@ -208,14 +213,20 @@ struct Decode {
   void plan(int64_t threads) {
     row_blocks = (rows() + MAX_ROWS - 1) / MAX_ROWS;
     units = sequences * pools.kv_heads * row_blocks;
-    const int64_t longest = *std::max_element(lens, lens + sequences);
-    spans = units >= 4 * threads ? 1 : std::max<int64_t>(1, (longest + SPAN - 1) / SPAN);
+    const int64_t longest = std::max<int64_t>(1, *std::max_element(lens, lens + sequences));
+    spans = std::max<int64_t>(threads, (longest + SPAN - 1) / SPAN);
+    spans = units >= 4 * threads ? 1 : std::min<int64_t>(spans, (longest + LEAST_SPAN - 1) / LEAST_SPAN);
+    span_keys = ((longest + spans - 1) / spans + SPAN_STEP - 1) / SPAN_STEP * SPAN_STEP;
+    spans = (longest + span_keys - 1) / span_keys;
     if (spans > 1) partials.reset(new float[units * spans * MAX_ROWS * (2 + pools.dv)]);
   }
 
   struct Unit {
     int64_t sequence, head, row, count;
   };
+  // Chunks: all units' first spans, then all units' second ones.
+  int64_t span_of(int64_t chunk) const { return chunk / units; }
+  Unit unit_of(int64_t chunk) const { return unit(chunk % units); }
   Unit unit(int64_t i) const {
     const int64_t row = i % row_blocks * MAX_ROWS;
     return {i / row_blocks / pools.kv_heads, i / row_blocks % pools.kv_heads, row, std::min<int64_t>(MAX_ROWS, rows() - row)};
@@ -226,8 +237,8 @@ struct Decode {
     return (u.sequence * q_per_seq + row / group()) * heads + u.head * group() + row % group();
   }
 
-  Partial partial(int64_t chunk) const {
-    float* p = partials.get() + chunk * MAX_ROWS * (2 + pools.dv);
+  Partial partial(int64_t unit, int64_t span) const {
+    float* p = partials.get() + (unit * spans + span) * MAX_ROWS * (2 + pools.dv);
     return {p, p + MAX_ROWS, p + 2 * MAX_ROWS};
   }
 
@@ -254,16 +265,17 @@ struct Decode {
       if (position >= 0) begin = std::min(begin, rows.low[r]);
     }
     int64_t end = len;
-    if (spans > 1) begin = std::max(begin, span * SPAN), end = std::min(end, (span + 1) * SPAN);
+    if (spans > 1) begin = std::max(begin, span * span_keys), end = std::min(end, (span + 1) * span_keys);
+    for (int64_t r = 0; r < u.count; r++) rows.low[r] = std::max(rows.low[r], begin);
     if (begin < end) attend(rows, pools, tables + u.sequence * pages, u.head, begin, end, p);
     return true;
   }
 
   // Adds the spans of a unit up, into that of its first one.
   Partial merge(const Unit& u, int64_t i) const {
-    Partial sum = partial(i * spans);
+    Partial sum = partial(i, 0);
     for (int64_t span = 1; span < spans; span++) {
-      const Partial p = partial(i * spans + span);
+      const Partial p = partial(i, span);
       for (int64_t r = 0; r < u.count; r++) {
         if (p.total[r] == 0) continue;  // also what an unseen span leaves behind
         const float top = std::max(sum.top[r], p.top[r]);
@@ -276,6 +288,17 @@ struct Decode {
     return sum;
   }
 
+  // The pages that a chunk reads, as Phase::reads: those of all heads with the first head's chunk.
+  bool reads(int64_t chunk, int64_t part, const char** from, int64_t* bytes) const {
+    const Unit u = unit_of(chunk);
+    const int64_t bs = pools.block_size, first = span_of(chunk) * span_keys, end = std::min<int64_t>(first + span_keys, lens[u.sequence]);
+    const int64_t page = first / bs + part / 2, key = std::max(page * bs, first), keys = std::min((page + 1) * bs, end) - key;
+    if (u.head || u.row || keys <= 0 || !pools.values) return false;
+    const int64_t block = tables[u.sequence * pages + page], offset = key % bs, size = pools.half ? 2 : 4, even = part % 2 == 0;
+    const int64_t row = pools.kv_heads * (even ? pools.d : pools.dv) * size;
+    *from = static_cast<const char*>(even ? pools.keys : pools.values) + (block * bs + offset) * row, *bytes = keys * row;
+    return true;
+  }
 };
 
 }  // namespace deepinfer

@@ -9,6 +9,7 @@
 #endif
 
 #include "cpu_ffi.h"
+#include "cpu_job.h"
 
 namespace deepinfer {
 namespace {

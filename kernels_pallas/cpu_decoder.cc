@@ -9,6 +9,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_ffi.h"
+#include "cpu_job.h"
 #include "cpu_weights.h"
 
 namespace deepinfer {
@@ -76,10 +77,18 @@ struct Layer {
   void norm_next_all() const {
     for (int64_t i = 0; i < step->m; i++) norm_next(i);
   }
-  void warm_qkv(int64_t i) const { qkv.warm(i); }
-  void warm_out(int64_t i) const { out.warm(i); }
-  void warm_gate_up(int64_t i) const { gate_up.warm(i); }
-  void warm_down(int64_t i) const { down.warm(i); }
+  bool reads_qkv(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(qkv, i, part, from, bytes); }
+  bool reads_out(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(out, i, part, from, bytes); }
+  bool reads_down(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(down, i, part, from, bytes); }
+  static bool reads(const Product& product, int64_t i, int64_t part, const char** from, int64_t* bytes) {
+    const auto p = product.part(i, product.w.n);
+    return product.reads(p.n0, p.n1, part, from, bytes);
+  }
+  bool reads_gate_up(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    const int64_t inner = gate_up.w.n / 2, first = part < 3 ? 0 : inner;
+    const auto p = gate_up.part(i, inner);
+    return gate_up.reads(first + p.n0, first + p.n1, part < 3 ? part : part - 3, from, bytes);
+  }
   void project(int64_t i) const { qkv.run(qkv.part(i, qkv.w.n)); }
   void project_out(int64_t i) const { add(out, i); }
   void project_down(int64_t i) const { add(down, i); }
@@ -135,18 +144,22 @@ struct Layer {
 
   void attention(int64_t i) const {
     static thread_local Scratch scratch;
-    const Decode::Unit u = decode.unit(i / decode.spans);
-    const int64_t d = decode.pools.d, len = decode.lens[u.sequence], span = i % decode.spans;
+    const Decode::Unit u = decode.unit_of(i);
+    const int64_t d = decode.pools.d, len = decode.lens[u.sequence], span = decode.span_of(i);
     float *rows = scratch.get(MAX_ROWS * (2 * d + 2)), *rest = rows + MAX_ROWS * d;
-    if (len > 0 && (decode.spans == 1 || (len - 1) / SPAN == span)) decode.pools.half ? write<uint16_t>(u, rows) : write<float>(u, rows);
+    if (len > 0 && (decode.spans == 1 || (len - 1) / decode.span_keys == span)) decode.pools.half ? write<uint16_t>(u, rows) : write<float>(u, rows);
     for (int64_t r = 0; r < u.count && len > 0; r++) {
       head(u.sequence, u.head * decode.group() + r, q_norm, true, rows + r * d);
       for (int64_t c = 0; c < d; c++) rows[r * d + c] *= decode.scale;
     }
-    Partial p = decode.spans > 1 ? decode.partial(i) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
+    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, span) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
     const bool any = decode.attend_span(u, span, rows, p);
     if (decode.spans == 1 || !any) finish(u, p, any);
   }
+  void merge_all() const {
+    for (int64_t i = 0; decode.spans > 1 && i < decode.units; i++) merge(i);
+  }
+  bool reads_pages(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return decode.reads(i, part, from, bytes); }
   void merge(int64_t i) const {
     const Decode::Unit u = decode.unit(i);
     if (decode.lens[u.sequence] > 0) finish(u, decode.merge(u, i), true);
@@ -209,10 +222,10 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   const StoredWeights down = in.weights(s.hidden, inner);
   const XLA_FFI_Buffer *keys = in.pool(d), *values = in.pool(d);
   if (!in.good || keys->dtype != values->dtype || inner % LANES) return false;
-  layer.qkv.plan(s.normed, s.qkv, qkv.w, qkv.block, qkv.bits, s.m, threads, rows);
-  layer.out.plan(s.attended, s.added, out.w, out.block, out.bits, s.m, threads, s.hidden);
-  layer.gate_up.plan(s.normed, s.gate_up, gate_up.w, gate_up.block, gate_up.bits, s.m, threads, inner, LANES);
-  layer.down.plan(s.inner, s.added, down.w, down.block, down.bits, s.m, threads, s.hidden);
+  layer.qkv.plan(s.normed, s.qkv, qkv.w, qkv.block, qkv.bits, qkv.streamed_rows, s.m, threads, rows);
+  layer.out.plan(s.attended, s.added, out.w, out.block, out.bits, out.streamed_rows, s.m, threads, s.hidden);
+  layer.gate_up.plan(s.normed, s.gate_up, gate_up.w, gate_up.block, gate_up.bits, gate_up.streamed_rows, s.m, threads, inner, LANES);
+  layer.down.plan(s.inner, s.added, down.w, down.block, down.bits, down.streamed_rows, s.m, threads, s.hidden);
   layer.decode = decode;
   layer.decode.window = window;
   layer.decode.pools = {keys->data, values->data, keys->dtype == XLA_FFI_DataType_BF16, keys->dims[0], keys->dims[1], keys->dims[2], d, d};
@@ -228,14 +241,16 @@ void add_phases(Stack& stack) {
     layer.next_norm = i + 1 < count ? &stack.layers[i + 1].attn_norm : &stack.last_norm;
     layer.next_normed = i + 1 < count ? stack.step.normed : stack.out;
     if (i == 0) stack.add<&Layer::norm_first>(&layer, m);
-    stack.add<&Layer::project, nullptr, &Layer::warm_qkv>(&layer, layer.qkv.chunks);
-    stack.add<&Layer::attention>(&layer, layer.decode.units * layer.decode.spans);
-    if (layer.decode.spans > 1) stack.add<&Layer::merge>(&layer, layer.decode.units);
+    stack.add<&Layer::project, nullptr, &Layer::reads_qkv>(&layer, layer.qkv.chunks);
+    const int64_t attended = layer.decode.units * layer.decode.spans;
     if (m <= FEW_ROWS) {
-      stack.add<&Layer::project_out, &Layer::norm_mlp_all, &Layer::warm_out>(&layer, layer.out.chunks);
-      stack.add<&Layer::swiglu, nullptr, &Layer::warm_gate_up>(&layer, layer.gate_up.chunks);
-      stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::warm_down>(&layer, layer.down.chunks);
+      stack.add<&Layer::attention, &Layer::merge_all, &Layer::reads_pages>(&layer, attended);
+      stack.add<&Layer::project_out, &Layer::norm_mlp_all, &Layer::reads_out>(&layer, layer.out.chunks);
+      stack.add<&Layer::swiglu, nullptr, &Layer::reads_gate_up>(&layer, layer.gate_up.chunks);
+      stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::reads_down>(&layer, layer.down.chunks);
     } else {
+      stack.add<&Layer::attention>(&layer, attended);
+      if (layer.decode.spans > 1) stack.add<&Layer::merge>(&layer, layer.decode.units);
       stack.add<&Layer::project_out>(&layer, layer.out.chunks);
       stack.add<&Layer::norm_mlp>(&layer, m);
       stack.add<&Layer::swiglu>(&layer, layer.gate_up.chunks);

@@ -1,6 +1,7 @@
 // y[M, N] = x[M, K] . w[N, K]^T on CPU as an XLA FFI custom call; XLA's own CPU dots stay far from the memory's speed for anything
 // but float32. The arithmetic is in cpu_product.h.
 #include "cpu_ffi.h"
+#include "cpu_job.h"
 #include "cpu_product.h"
 #include "cpu_weights.h"
 
@@ -11,6 +12,10 @@ struct Matmul : Job {
   Product product;
   explicit Matmul(int64_t threads) : Job(1, threads) {}
   void chunk(int64_t i) const { product.run(product.part(i, product.w.n)); }
+  bool reads(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    const auto p = product.part(i, product.w.n);
+    return product.reads(p.n0, p.n1, part, from, bytes);
+  }
 };
 
 }  // namespace
@@ -31,8 +36,8 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_m
   if (x->dims[0] == 0 || weights.w.n == 0) return nullptr;
   const int64_t threads = pool_threads(frame);
   auto* job = new Matmul(threads);
-  job->product.plan(data<const float>(x), data<float>(y), weights.w, weights.block, weights.bits, x->dims[0], threads, weights.w.n);
-  job->add<&Matmul::chunk>(job, job->product.chunks);
+  job->product.plan(data<const float>(x), data<float>(y), weights.w, weights.block, weights.bits, weights.streamed_rows, x->dims[0], threads, weights.w.n);
+  job->add<&Matmul::chunk, nullptr, &Matmul::reads>(job, job->product.chunks);
   job->run(frame, threads);
   return nullptr;
 }

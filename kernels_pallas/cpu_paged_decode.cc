@@ -1,6 +1,7 @@
 // Decode attention over paged keys and values on CPU as an XLA FFI custom call. The arithmetic is in cpu_attention.h.
 #include "cpu_attention.h"
 #include "cpu_ffi.h"
+#include "cpu_job.h"
 
 namespace deepinfer {
 namespace {
@@ -13,14 +14,14 @@ struct PagedDecode : Job {
 
   void chunk(int64_t i) const {
     static thread_local Scratch scratch;
-    const Decode::Unit u = decode.unit(i / decode.spans);
+    const Decode::Unit u = decode.unit_of(i);
     const int64_t d = decode.pools.d, dv = decode.pools.dv;
     float* rows = scratch.get(MAX_ROWS * (d + 2 + dv));
     float* rest = rows + MAX_ROWS * d;
     for (int64_t r = 0; r < u.count; r++)
       for (int64_t c = 0; c < d; c++) rows[r * d + c] = q[decode.place(u, r) * d + c] * decode.scale;
-    Partial p = decode.spans > 1 ? decode.partial(i) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
-    const bool any = decode.attend_span(u, i % decode.spans, rows, p);
+    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, decode.span_of(i)) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
+    const bool any = decode.attend_span(u, decode.span_of(i), rows, p);
     if (decode.spans == 1 || !any) write(u, p, any);
   }
   void merge(int64_t i) const {

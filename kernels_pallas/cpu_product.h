@@ -15,6 +15,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cpu_stream.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -28,11 +30,12 @@ constexpr int LANES = 8, MAX_TILE = 2;
 #else
 constexpr int LANES = 4, MAX_TILE = 4;
 #endif
-constexpr int64_t AHEAD = 4 << 10;  // how many bytes of weights ahead memory is asked for
 constexpr int ROWS = 4;            // weight rows per register tile
 constexpr int WIDE_ROWS = 12;      // and per tile of cpu_wide.h,
 constexpr int64_t WIDE_FROM = LANES == 16 ? 12 : INT64_MAX;  // which takes products with at least so many rows of x
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
+constexpr int STREAMED_ROWS = 2;   // up to so many rows of x weights are read as a stream; tiles with more ask for the next one's
+constexpr int64_t FIRST_ROWS = 64;
 constexpr int GROUP = 32;          // weights per int4 scale
 constexpr int64_t CACHE_BYTES = 512 << 10;  // what a panel of x may take of the second-level cache
 
@@ -240,19 +243,13 @@ struct Scratch {
   ~Scratch() { std::free(data); }
 };
 
-// Weight rows are short streams: the hardware prefetcher starts anew on each, so ask for those to come next: the bytes of rows
-// n0..n1, `ahead` bytes on.
-template <typename W>
-INLINE void prefetch_rows(const Weights& w, int64_t n0, int64_t n1, int64_t ahead) {
-  const int64_t row_bytes = w.k * W::bits / 8, end = std::min(n1 * row_bytes + ahead, w.n * row_bytes);
-  const char* p = static_cast<const char*>(w.data);
-  for (int64_t i = n0 * row_bytes + ahead; i < end; i += 64) __builtin_prefetch(p + i);
-}
+// Weight rows are short: the hardware prefetcher starts anew on each, so memory is asked for them ahead of time (cpu_stream.h).
+template <typename W> INLINE int64_t row_bytes(const Weights& w) { return w.k * W::bits / 8; }
 
 // Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
 template <typename W>
 INLINE void run_rows(const Weights& w, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* out, int64_t ldo) {
-  if (m_count <= 2) prefetch_rows<W>(w, n0, n1, AHEAD);
+  if (m_count <= STREAMED_ROWS) stream().used((n1 - n0) * row_bytes<W>(w));
   out -= n0;  // tiles index the result by weight row
   const int64_t bytes = w.k * W::bits / 8, next = n0 + 2 * ROWS <= w.n ? n0 + ROWS : n0;
   const char* ahead = static_cast<const char*>(w.data) + next * bytes;
@@ -286,14 +283,15 @@ struct Product {
   float* y;
   Weights w;
   int64_t m, panel, rows_per_chunk, n_chunks, chunks, bits;
+  bool streamed;
   int64_t id;  // of x among all products of this process
   void (*block)(const Weights&, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1, int64_t id);
 
   // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them);
   // all but the last chunk have a multiple of `unit` of them.
   template <typename Run>
-  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
-    x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_;
+  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, int64_t streamed_rows, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
+    x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_, streamed = m <= streamed_rows;
     static std::atomic<int64_t> ids{0};
     id = ids.fetch_add(1, std::memory_order_relaxed) + 1;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
@@ -313,10 +311,13 @@ struct Product {
     const int64_t m0 = chunk / n_chunks * panel, n0 = chunk % n_chunks * rows_per_chunk;
     return {m0, std::min(m0 + panel, m), n0, std::min(n0 + rows_per_chunk, columns)};
   }
-  // Asks for the bytes that a chunk's prefetching does not reach.
-  void warm(int64_t chunk) const {
-    const char* p = static_cast<const char*>(w.data) + chunk % n_chunks * rows_per_chunk * w.k * bits / 8;
-    for (int64_t i = 0; i < AHEAD; i += 64) __builtin_prefetch(p + i);
+  // What rows n0..n1 of the weights take in memory, as Phase::reads; of scales the first FIRST_ROWS: the rest is asked for on the way.
+  bool reads(int64_t n0, int64_t n1, int64_t part, const char** from, int64_t* bytes) const {
+    if (!streamed || part > 2) return false;
+    const int64_t row = part == 0 ? (w.scale ? sizeof(float) : 0) : part == 1 ? (w.group ? w.k / GROUP : 0) : w.k * bits / 8;
+    const void* data = part == 0 ? w.scale : part == 1 ? w.group : w.data;
+    *from = static_cast<const char*>(data) + n0 * row, *bytes = (part < 2 ? std::min(n1 - n0, FIRST_ROWS) : n1 - n0) * row;
+    return true;
   }
   void run(const Part& p, int64_t offset = 0) const {
     block(w, p.m1 - p.m0, x + p.m0 * w.k, y + p.m0 * w.n, offset + p.n0, offset + p.n1, id);

@@ -5,6 +5,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_ffi.h"
+#include "cpu_job.h"
 
 namespace deepinfer {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu_ffi.h"
-#include "cpu_int4.h"
+#include "cpu_digits.h"
 #include "cpu_product.h"
 #include "cpu_wide.h"
 
@@ -11,10 +11,10 @@ namespace deepinfer {
 // A chunk by the way that suits its format and number of rows.
 template <typename W> void run(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1, int64_t id) {
   if (rows >= WIDE_FROM) return run_wide<W>(w, rows, x, y, n0, n1, id);
-#if defined(DEEPINFER_INT4_FEW_ROWS)
-  if constexpr (std::is_same_v<W, Int4>) {
-    if (rows == 1) return int4_rows<1>(w, x, y, n0, n1);
-    if (rows == 2) return int4_rows<2>(w, x, y, n0, n1);
+#if defined(DEEPINFER_DIGITS)
+  if (rows <= DIGIT_ROWS && w.k <= MAX_DIGIT_INPUTS) {
+    if constexpr (std::is_same_v<W, Int8>) return run_digits<Bytes>(w, rows, x, y, n0, n1, id);
+    if constexpr (std::is_same_v<W, Int4>) return run_digits<Nibbles>(w, rows, x, y, n0, n1, id);
   }
 #endif
   run_block<W>(w, rows, x, y, n0, n1);
@@ -23,11 +23,14 @@ template <typename W> void run(const Weights& w, int64_t rows, const float* x, f
 struct StoredWeights {
   Weights w;
   int64_t parts = 0;  // how many operands they take
-  int64_t bits = 0;
+  int64_t bits = 0, streamed_rows = STREAMED_ROWS;
   decltype(Product::block) block = nullptr;
 
   template <typename W> bool use() {
     block = run<W>, bits = W::bits;
+#if defined(DEEPINFER_DIGITS)
+    if (W::bits <= 8 && w.k <= MAX_DIGIT_INPUTS) streamed_rows = DIGIT_ROWS;
+#endif
     return true;
   }
 

@@ -29,7 +29,7 @@ def stored(format: str, n: int, k: int, rng) -> tuple[dict, np.ndarray]:
     if format == "int8":
         q = rng.integers(-128, 128, (n, k)).astype(np.int8)
         return {"weight": q, "scale": scale}, q * scale[:, None].astype(np.float64)
-    q, group = rng.integers(0, 16, (n, k // 64, 2, 32)), rng.integers(-128, 128, (n, k // 32)).astype(np.int8)
+    q, group = rng.integers(1, 16, (n, k // 64, 2, 32)), rng.integers(1, 19, (n, k // 32)).astype(np.int8)
     packed = (q[:, :, 0] | q[:, :, 1] << 4).astype(np.uint8).reshape(n, k // 2)
     exact = (q.reshape(n, k // 32, 32) - 8.0) * group[..., None]
     return {"weight": packed, "group": group, "scale": scale}, exact.reshape(n, k) * scale[:, None].astype(np.float64)
@@ -64,13 +64,26 @@ def test_more_rows_than_a_cache_panel_holds(format):
     check(format, 1000, 260, 1024)
 
 
-@pytest.mark.parametrize("rows, first, last", [(11, 6, 11), (40, 5, 33)])
-def test_a_row_does_not_depend_on_the_rows_of_its_tile(rows, first, last):
+@pytest.mark.parametrize("format, rows, first, last", [("f32", 11, 6, 11), ("f32", 40, 5, 33), ("int8", 8, 3, 4), ("int4", 7, 0, 5)])
+def test_a_row_does_not_depend_on_the_rows_of_its_tile(format, rows, first, last):
     rng = np.random.default_rng(0)
-    operands, _ = stored("f32", 64, 576, rng)
+    operands, _ = stored(format, 64, 576, rng)
     x = rng.normal(size=(rows, 576)).astype(np.float32)
-    together = np.asarray(matmul_nt(x, operands["weight"]))
-    np.testing.assert_array_equal(together[first:last], np.asarray(matmul_nt(x[first:last], operands["weight"])))
+    together = np.asarray(matmul_nt(x, **operands))
+    np.testing.assert_array_equal(together[first:last], np.asarray(matmul_nt(x[first:last], **operands)))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_activations_of_very_different_sizes(format):
+    """Digits are relative to a row's largest activation; a row of zeros, a huge and a tiny one stay apart."""
+    rng = np.random.default_rng(2)
+    operands, exact = stored(format, 16, 128, rng)
+    x = rng.normal(size=(4, 128)).astype(np.float32) * np.float32([[0], [1e30], [1e-30], [1]])
+    x[3, 5] = 4e4
+    got = np.asarray(matmul_nt(x, **operands))
+    assert np.all(got[0] == 0)
+    worst = np.max(np.abs(x), axis=1, keepdims=True) * np.sum(np.abs(exact), axis=1)
+    assert np.all(np.abs(got - x @ exact.T)[1:] <= 1e-7 * worst[1:])
 
 
 def test_bfloat16_activations_and_empty_operands():
