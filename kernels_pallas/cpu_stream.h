@@ -12,9 +12,9 @@ namespace deepinfer {
 
 class Stream {
  public:
-  // Bytes ahead. More than the first-level cache holds is asked for in vain: 64 KiB ahead was a quarter slower
-  // than 16 (docs/decisions/012-cpu-decode-step.md).
-  static constexpr int64_t AHEAD = 16 << 10, FIRST = 4 << 10;
+  // Bytes ahead while weights are read, while waiting, and after a restart. The first-level cache has to hold them: 64 KiB ahead
+  // while reading was a quarter slower than 16 (docs/decisions/012-cpu-decode-step.md).
+  static constexpr int64_t AHEAD = 16 << 10, AHEAD_WAITING = 64 << 10, FIRST = 4 << 10;
 
   // The next stretch of bytes; false: there is none (for now).
   typedef bool (*Source)(void* of, const char** from, int64_t* bytes);
@@ -24,14 +24,14 @@ class Stream {
   // The thread has read so many of the bytes.
   void used(int64_t bytes) {
     ahead_ -= bytes, total_ += bytes;
-    ask(bytes + bytes / 4);
+    ask(bytes + bytes / 4, AHEAD);
   }
   // The thread has nothing better to do.
-  void idle() { ask(BURST); }
+  void idle() { ask(BURST, AHEAD_WAITING); }
   // What comes next is not what the stream had come to.
   void restart() {
     at_ = end_ = nullptr, ahead_ = 0;
-    ask(FIRST);
+    ask(FIRST, AHEAD);
   }
   // Bytes that were to be read, and will not be by this thread.
   void drop(int64_t bytes) { ahead_ -= bytes; }
@@ -40,8 +40,8 @@ class Stream {
  private:
   static constexpr int64_t LINE = 64, BURST = 4 * LINE;
 
-  void ask(int64_t bytes) {
-    bytes = std::min(bytes, AHEAD - ahead_);
+  void ask(int64_t bytes, int64_t most) {
+    bytes = std::min(bytes, most - ahead_);
     for (; bytes > 0; bytes -= BURST, at_ += BURST, ahead_ += BURST) {
       if (at_ >= end_ && !next()) return;
       for (int64_t i = 0; i < BURST; i += LINE) __builtin_prefetch(at_ + i, 0, 0);
