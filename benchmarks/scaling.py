@@ -194,6 +194,8 @@ def plot(path: str, results: dict[str, tuple[str, list[int], list[float], list[f
         ax.plot(xs, np.array(memory) * 1e3, "--", label="limit: bytes read / bandwidth")
         ax.plot(xs, np.array(compute) * 1e3, ":", label="limit: multiply-adds / sgemm rate")
         ax.set(title=name, xlabel=label, ylabel="ms per step", xscale="log", yscale="log")
+        ax.set_xticks(xs, map(str, xs))
+        ax.xaxis.set_minor_locator(pyplot.NullLocator())
         ax.grid(alpha=0.3)
     axes.flat[0].legend()
     figure.savefig(path, dpi=110)

@@ -9,7 +9,7 @@
 
 #include "cpu_product.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__BMI2__)
 #define DEEPINFER_DIGITS
 
 namespace deepinfer {

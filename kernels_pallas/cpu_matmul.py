@@ -26,8 +26,9 @@ def matmul_nt(
     format (None: by the weight's dtype) and what it stores:
       "f32", "bf16"  weight [N, K]
       "int8"         weight int8 [N, K], scale float32 [N]                                w = q * scale
-      "int4"         weight uint8 [N, K/2], group int8 [N, K/32], scale float32 [N]       w = (q - 8) * group * scale;
-                     each run of 64 inputs is 32 bytes, its first 32 inputs the low nibbles, the other 32 the high ones
+      "int4"         weight uint8 [N, K/2], group int8 [N, K/32], scale float32 [N]       w = (q - 8) * group * scale,
+                     q 1..15, group 1..18 ((q - 8) * group is an int8); each run of 64 inputs is 32 bytes, its
+                     first 32 inputs the low nibbles, the other 32 the high ones
     Raises ValueError for operands that do not fit, RuntimeError where the custom call is not in use (see `in_use`).
     """
     names = {jnp.dtype(dtype): name for name, dtype in FORMATS.items()}
