@@ -33,4 +33,5 @@ class Handler:
 
     def wait(self, condition, timeout=10):
         with self.changed:
-            assert self.changed.wait_for(condition, timeout), (self.messages, self.ended)
+            done = self.changed.wait_for(condition, timeout)
+            assert done, f"{len(self.messages)} messages, the last {self.messages[-1:]!r:.200}; ended: {self.ended}"

@@ -56,8 +56,9 @@ def dial(hub, endpoint, protocol=wire.PROTOCOL, kind="client"):
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_messages_arrive_once_and_in_order_with_their_payloads(hubs, secret):
-    endpoint, accepted = serve(hubs(secret))
-    client = dial(hubs(secret), endpoint)
+    patient = HubConfig(heartbeat=0.05, peer_timeout=30)  # a busy machine may keep a hub's thread from its heartbeats
+    endpoint, accepted = serve(hubs(secret, patient))
+    client = dial(hubs(secret, patient), endpoint)
     client.wait(lambda: client.channel)
     assert client.welcome.info == {"said": "me"}
     for i in range(2000):
