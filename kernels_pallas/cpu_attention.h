@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "cpu_ffi.h"
-#include "cpu_stream.h"
 #include "cpu_product.h"
+#include "cpu_stream.h"
 
 namespace deepinfer {
 
@@ -49,6 +49,7 @@ struct Pools {
   void *keys, *values;
   bool half;  // bfloat16, else float32
   int64_t blocks, block_size, kv_heads, d, dv;
+  bool streamed = false;  // their pages are part of the threads' streams
 
   int64_t value_width() const { return values ? dv : d; }
   template <typename T> T* key(int64_t block, int64_t offset, int64_t head) const {
@@ -135,7 +136,7 @@ void attend(const Rows& rows, const Pools& pools, const int32_t* table, int64_t 
     const int64_t first = k0 - base;
     for (int64_t key = k0; key < k1;) {
       const int64_t block = table[key / bs], offset = key % bs, n = std::min(bs - offset, k1 - key);
-      stream().used(n * (pools.d + pools.dv) * static_cast<int64_t>(sizeof(T)));
+      if (pools.streamed) stream().used(n * (pools.d + pools.dv) * static_cast<int64_t>(sizeof(T)));
       const Weights w{pools.key<T>(block, 0, head), nullptr, nullptr, bs, pools.d, pools.kv_heads * pools.d};
       for (int64_t i = 0; i < n; i++) {
         const T* value = values[key - base + i] = pools.value<T>(block, offset + i, head);
@@ -288,15 +289,19 @@ struct Decode {
     return sum;
   }
 
-  // The pages that a chunk reads, as Phase::reads: those of all heads with the first head's chunk.
+  // What a chunk reads, as Phase::reads: its share of each page, cut by bytes rather than by heads, which lie scattered over the page.
   bool reads(int64_t chunk, int64_t part, const char** from, int64_t* bytes) const {
+    if (!pools.streamed) return false;
     const Unit u = unit_of(chunk);
-    const int64_t bs = pools.block_size, first = span_of(chunk) * span_keys, end = std::min<int64_t>(first + span_keys, lens[u.sequence]);
-    const int64_t page = first / bs + part / 2, key = std::max(page * bs, first), keys = std::min((page + 1) * bs, end) - key;
-    if (u.head || u.row || keys <= 0 || !pools.values) return false;
-    const int64_t block = tables[u.sequence * pages + page], offset = key % bs, size = pools.half ? 2 : 4, even = part % 2 == 0;
-    const int64_t row = pools.kv_heads * (even ? pools.d : pools.dv) * size;
-    *from = static_cast<const char*>(even ? pools.keys : pools.values) + (block * bs + offset) * row, *bytes = keys * row;
+    const int64_t bs = pools.block_size, len = lens[u.sequence], end = std::min((span_of(chunk) + 1) * span_keys, len);
+    const int64_t begin = std::max(span_of(chunk) * span_keys, window ? len - q_per_seq - window + 1 : 0);
+    const int64_t page = begin / bs + part / 2, key = std::max(page * bs, begin), keys = std::min((page + 1) * bs, end) - key;
+    if (keys <= 0) return false;
+    const bool of_keys = part % 2 == 0;
+    const int64_t row = (of_keys ? pools.d : pools.dv) * (pools.half ? 2 : 4);
+    const char* first = static_cast<const char*>(of_keys ? pools.keys : pools.values);
+    first += (tables[u.sequence * pages + page] * bs + key % bs) * pools.kv_heads * row;
+    *from = first + u.head * keys * row, *bytes = keys * row;
     return true;
   }
 };

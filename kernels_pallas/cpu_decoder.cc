@@ -222,13 +222,13 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   const StoredWeights down = in.weights(s.hidden, inner);
   const XLA_FFI_Buffer *keys = in.pool(d), *values = in.pool(d);
   if (!in.good || keys->dtype != values->dtype || inner % LANES) return false;
-  layer.qkv.plan(s.normed, s.qkv, qkv.w, qkv.block, qkv.bits, qkv.streamed_rows, s.m, threads, rows);
-  layer.out.plan(s.attended, s.added, out.w, out.block, out.bits, out.streamed_rows, s.m, threads, s.hidden);
-  layer.gate_up.plan(s.normed, s.gate_up, gate_up.w, gate_up.block, gate_up.bits, gate_up.streamed_rows, s.m, threads, inner, LANES);
-  layer.down.plan(s.inner, s.added, down.w, down.block, down.bits, down.streamed_rows, s.m, threads, s.hidden);
+  qkv.plan(layer.qkv, s.normed, s.qkv, s.m, threads, rows);
+  out.plan(layer.out, s.attended, s.added, s.m, threads, s.hidden);
+  gate_up.plan(layer.gate_up, s.normed, s.gate_up, s.m, threads, inner, LANES);
+  down.plan(layer.down, s.inner, s.added, s.m, threads, s.hidden);
   layer.decode = decode;
   layer.decode.window = window;
-  layer.decode.pools = {keys->data, values->data, keys->dtype == XLA_FFI_DataType_BF16, keys->dims[0], keys->dims[1], keys->dims[2], d, d};
+  layer.decode.pools = {keys->data, values->data, keys->dtype == XLA_FFI_DataType_BF16, keys->dims[0], keys->dims[1], keys->dims[2], d, d, layer.qkv.streamed};
   return true;
 }
 
@@ -249,12 +249,12 @@ void add_phases(Stack& stack) {
       stack.add<&Layer::swiglu, nullptr, &Layer::reads_gate_up>(&layer, layer.gate_up.chunks);
       stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::reads_down>(&layer, layer.down.chunks);
     } else {
-      stack.add<&Layer::attention>(&layer, attended);
+      stack.add<&Layer::attention, nullptr, &Layer::reads_pages>(&layer, attended);
       if (layer.decode.spans > 1) stack.add<&Layer::merge>(&layer, layer.decode.units);
-      stack.add<&Layer::project_out>(&layer, layer.out.chunks);
+      stack.add<&Layer::project_out, nullptr, &Layer::reads_out>(&layer, layer.out.chunks);
       stack.add<&Layer::norm_mlp>(&layer, m);
-      stack.add<&Layer::swiglu>(&layer, layer.gate_up.chunks);
-      stack.add<&Layer::project_down>(&layer, layer.down.chunks);
+      stack.add<&Layer::swiglu, nullptr, &Layer::reads_gate_up>(&layer, layer.gate_up.chunks);
+      stack.add<&Layer::project_down, nullptr, &Layer::reads_down>(&layer, layer.down.chunks);
       stack.add<&Layer::norm_next>(&layer, m);
     }
   }

@@ -2,10 +2,12 @@
 //
 // A row of x becomes three signed base-254 digits, x = step * (d0 + d1 / 254 + d2 / 254^2), as models/layers/quant.py does for XLA:
 // no less exact than float32. Weights are made unsigned by adding 128, as the CPU's byte products want them, 64 of them in one
-// instruction for int8; for int4 a table of 16 bytes per group, (q - 8) * factor + 128, turns nibbles into them by a shuffle. What
-// 128 is too much, 128 times the digits' sum, is where the sums begin. They are exact, so results depend neither on
-// the tile nor on the rows beside them. Needs AVX-512 VNNI; elsewhere products take the common path.
+// instruction for int8; for int4 a table per pair of group factors, (q - 8) * factor + 128, turns nibbles into them by a shuffle.
+// What 128 is too much, 128 times the digits' sum, is where the sums begin. They are exact, so results depend neither on the tile nor
+// on the rows beside them. A NaN makes its whole row of results NaN. Needs AVX-512 VNNI; elsewhere products take the common path.
 #pragma once
+
+#include <cmath>
 
 #include "cpu_product.h"
 
@@ -16,7 +18,8 @@ namespace deepinfer {
 
 constexpr int DIGITS = 3;
 constexpr float BASE = 254.f;
-constexpr int64_t DIGIT_ROWS = 8;                  // rows of x that take this way
+constexpr float LEAST_STEP = 1e-37f;  // whose reciprocal is still a number
+constexpr int64_t DIGIT_ROWS = 8;     // rows of x that take this way
 constexpr int64_t MAX_DIGIT_INPUTS = (int64_t{1} << 31) / (4 * 255 * 127) * 64;  // with as many no sum overflows
 
 // How a 64-byte vector of stored weights becomes unsigned ones.
@@ -42,12 +45,14 @@ template <typename Layout> INLINE int64_t padded_inputs(int64_t k) { return (k +
 template <typename Layout> INLINE void make_digits(const float* x, int64_t k, int8_t* digits, DigitRow& row) {
   const int64_t padded = padded_inputs<Layout>(k);
   __m512 top = _mm512_setzero_ps();
+  __mmask16 broken = 0;
   for (int64_t i = 0; i < k; i += 16) {
     const __mmask16 live = k - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (k - i)) - 1);
-    top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(live, x + i)));
+    const __m512 v = _mm512_maskz_loadu_ps(live, x + i);
+    top = _mm512_max_ps(top, _mm512_abs_ps(v));
+    broken |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   }
-  const float most = _mm512_reduce_max_ps(top);
-  row.step = most == 0 ? 1.f : most / 127.f;
+  row.step = broken ? NAN : std::max(_mm512_reduce_max_ps(top) / 127.f, LEAST_STEP);
   const __m512 by = _mm512_set1_ps(1.f / row.step), base = _mm512_set1_ps(BASE);
   for (int64_t i = 0; i < padded; i += 16) {
     const __mmask16 live = k - i >= 16 ? 0xffff : k <= i ? 0 : static_cast<__mmask16>((1u << (k - i)) - 1);
@@ -151,10 +156,8 @@ __attribute__((noinline)) void digit_tile(const Weights& w, int64_t n, const int
 
 template <typename Layout, int R>
 INLINE void digit_rows(const Weights& w, int64_t m, int64_t n, const int8_t* digits, int64_t padded, const DigitRow* rows, float* y) {
-  switch (m) {
-    case 1: return digit_tile<Layout, 1, R>(w, n, digits, padded, rows, y);
-    case 2: return digit_tile<Layout, 2, R>(w, n, digits, padded, rows, y);
-  }
+  if (m == 1) return digit_tile<Layout, 1, R>(w, n, digits, padded, rows, y);
+  digit_tile<Layout, 2, R>(w, n, digits, padded, rows, y);
 }
 
 // As run_block, for up to DIGIT_ROWS rows. id: of this x among all products; a thread makes its digits once.
@@ -169,7 +172,6 @@ template <typename Layout> void run_digits(const Weights& w, int64_t m, const fl
     for (int64_t i = 0; i < m; i++) make_digits<Layout>(x + i * w.k, w.k, digits + i * DIGITS * padded, rows[i]);
     have = id;
   }
-  ahead.used(std::min(n1 - n0, FIRST_ROWS) * (groups + sizeof(float)));
   for (int64_t n = n0; n < n1; n += ROWS) {
     const int64_t end = std::min<int64_t>(n + ROWS, n1);
     ahead.used((end - n) * row);

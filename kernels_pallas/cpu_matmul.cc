@@ -36,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_m
   if (x->dims[0] == 0 || weights.w.n == 0) return nullptr;
   const int64_t threads = pool_threads(frame);
   auto* job = new Matmul(threads);
-  job->product.plan(data<const float>(x), data<float>(y), weights.w, weights.block, weights.bits, weights.streamed_rows, x->dims[0], threads, weights.w.n);
+  weights.plan(job->product, data<const float>(x), data<float>(y), x->dims[0], threads, weights.w.n);
   job->add<&Matmul::chunk, nullptr, &Matmul::reads>(job, job->product.chunks);
   job->run(frame, threads);
   return nullptr;

@@ -35,7 +35,7 @@ constexpr int WIDE_ROWS = 12;      // and per tile of cpu_wide.h,
 constexpr int64_t WIDE_FROM = LANES == 16 ? 12 : INT64_MAX;  // which takes products with at least so many rows of x
 constexpr int COLUMNS = 32;         // results of a row gathered before they are written out
 constexpr int STREAMED_ROWS = 2;   // up to so many rows of x weights are read as a stream; tiles with more ask for the next one's
-constexpr int64_t FIRST_ROWS = 64;
+constexpr int64_t FIRST_ROWS = 64;  // whose scales are part of the stream; those of later rows are asked for by these
 constexpr int GROUP = 32;          // weights per int4 scale
 constexpr int64_t CACHE_BYTES = 512 << 10;  // what a panel of x may take of the second-level cache
 
@@ -243,15 +243,14 @@ struct Scratch {
   ~Scratch() { std::free(data); }
 };
 
-// Weight rows are short: the hardware prefetcher starts anew on each, so memory is asked for them ahead of time (cpu_stream.h).
-template <typename W> INLINE int64_t row_bytes(const Weights& w) { return w.k * W::bits / 8; }
-
-// Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0.
+// Rows n0..n1 (at most ROWS) of the weights times all of x; column 0 of out is row n0. Weight rows are short, the hardware prefetcher
+// starts anew on each: memory is asked for them ahead of time.
 template <typename W>
 INLINE void run_rows(const Weights& w, int64_t m_count, const float* x, int64_t n0, int64_t n1, float* out, int64_t ldo) {
-  if (m_count <= STREAMED_ROWS) stream().used((n1 - n0) * row_bytes<W>(w));
+  const int64_t bytes = w.k * W::bits / 8;
+  if (m_count <= STREAMED_ROWS) stream().used((n1 - n0) * bytes);
   out -= n0;  // tiles index the result by weight row
-  const int64_t bytes = w.k * W::bits / 8, next = n0 + 2 * ROWS <= w.n ? n0 + ROWS : n0;
+  const int64_t next = n0 + 2 * ROWS <= w.n ? n0 + ROWS : n0;
   const char* ahead = static_cast<const char*>(w.data) + next * bytes;
   if (n1 - n0 == ROWS) return rows_of_x<W, ROWS>(m_count, x, w, n0, out, ldo, ahead);
   for (int64_t n = n0; n < n1; n++) rows_of_x<W, 1>(m_count, x, w, n, out, ldo, ahead);
@@ -290,8 +289,9 @@ struct Product {
   // columns: how many of the N results chunks are made of (fewer than N where a chunk's user computes the others with them);
   // all but the last chunk have a multiple of `unit` of them.
   template <typename Run>
-  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, int64_t streamed_rows, int64_t m_, int64_t threads, int64_t columns, int64_t unit = ROWS) {
-    x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_, streamed = m <= streamed_rows;
+  void plan(const float* x_, float* y_, const Weights& w_, Run* run, int64_t bits_, bool streamed_, int64_t m_, int64_t threads,
+            int64_t columns, int64_t unit) {
+    x = x_, y = y_, w = w_, m = m_, block = run, bits = bits_, streamed = streamed_;
     static std::atomic<int64_t> ids{0};
     id = ids.fetch_add(1, std::memory_order_relaxed) + 1;
     panel = std::max<int64_t>(MAX_TILE, CACHE_BYTES / (w.k * 4) / MAX_TILE * MAX_TILE);
@@ -314,12 +314,15 @@ struct Product {
   // What rows n0..n1 of the weights take in memory, as Phase::reads; of scales the first FIRST_ROWS: the rest is asked for on the way.
   bool reads(int64_t n0, int64_t n1, int64_t part, const char** from, int64_t* bytes) const {
     if (!streamed || part > 2) return false;
-    const int64_t row = part == 0 ? (w.scale ? sizeof(float) : 0) : part == 1 ? (w.group ? w.k / GROUP : 0) : w.k * bits / 8;
+    const int64_t row = part == 0 ? scale_bytes() : part == 1 ? group_bytes() : w.k * bits / 8;
     const void* data = part == 0 ? w.scale : part == 1 ? w.group : w.data;
     *from = static_cast<const char*>(data) + n0 * row, *bytes = (part < 2 ? std::min(n1 - n0, FIRST_ROWS) : n1 - n0) * row;
     return true;
   }
+  int64_t scale_bytes() const { return w.scale ? sizeof(float) : 0; }
+  int64_t group_bytes() const { return w.group ? w.k / GROUP : 0; }
   void run(const Part& p, int64_t offset = 0) const {
+    if (streamed) stream().used(std::min(p.n1 - p.n0, FIRST_ROWS) * (scale_bytes() + group_bytes()));
     block(w, p.m1 - p.m0, x + p.m0 * w.k, y + p.m0 * w.n, offset + p.n0, offset + p.n1, id);
   }
 };

@@ -12,9 +12,9 @@ namespace deepinfer {
 
 class Stream {
  public:
-  // Bytes ahead while weights are read, while waiting, and after a restart. The first-level cache has to hold them: 64 KiB ahead
-  // while reading was a quarter slower than 16 (docs/decisions/012-cpu-decode-step.md).
-  static constexpr int64_t AHEAD = 16 << 10, AHEAD_WAITING = 64 << 10, FIRST = 4 << 10;
+  // Bytes ahead while reading, while waiting, and after a restart (docs/decisions/012-cpu-decode-step.md). More is no faster, and
+  // much more slower: the first-level cache has to hold them.
+  static constexpr int64_t AHEAD = 8 << 10, AHEAD_WAITING = 16 << 10, FIRST = 4 << 10;
 
   // The next stretch of bytes; false: there is none (for now).
   typedef bool (*Source)(void* of, const char** from, int64_t* bytes);
@@ -42,9 +42,12 @@ class Stream {
 
   void ask(int64_t bytes, int64_t most) {
     bytes = std::min(bytes, most - ahead_);
-    for (; bytes > 0; bytes -= BURST, at_ += BURST, ahead_ += BURST) {
-      if (at_ >= end_ && !next()) return;
+    while (bytes > 0) {
+      while (at_ == end_)
+        if (!next()) return;
+      const int64_t step = std::min<int64_t>(BURST, end_ - at_);  // what is counted must be what will be used, to the byte
       for (int64_t i = 0; i < BURST; i += LINE) __builtin_prefetch(at_ + i, 0, 0);
+      at_ += step, bytes -= step, ahead_ += step;
     }
   }
   bool next() {

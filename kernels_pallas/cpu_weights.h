@@ -1,8 +1,8 @@
 // Weights as a custom call's operands: a kernel and, for the quantised formats, its companions.
 #pragma once
 
-#include "cpu_ffi.h"
 #include "cpu_digits.h"
+#include "cpu_ffi.h"
 #include "cpu_product.h"
 #include "cpu_wide.h"
 
@@ -32,6 +32,10 @@ struct StoredWeights {
     if (W::bits <= 8 && w.k <= MAX_DIGIT_INPUTS) streamed_rows = DIGIT_ROWS;
 #endif
     return true;
+  }
+
+  void plan(Product& product, const float* x, float* y, int64_t m, int64_t threads, int64_t columns, int64_t unit = ROWS) const {
+    product.plan(x, y, w, block, bits, m <= streamed_rows, m, threads, columns, unit);
   }
 
   // Operands from `first` on, for products with k inputs; false if they are no weights of that width.

@@ -78,12 +78,26 @@ def test_activations_of_very_different_sizes(format):
     """Digits are relative to a row's largest activation; a row of zeros, a huge and a tiny one stay apart."""
     rng = np.random.default_rng(2)
     operands, exact = stored(format, 16, 128, rng)
-    x = rng.normal(size=(4, 128)).astype(np.float32) * np.float32([[0], [1e30], [1e-30], [1]])
-    x[3, 5] = 4e4
+    x = rng.normal(size=(5, 128)).astype(np.float32) * np.float32([[0], [1e30], [1e-30], [1], [1e-41]])
+    x[3, 5], x[4, ::3] = 4e4, 0
     got = np.asarray(matmul_nt(x, **operands))
     assert np.all(got[0] == 0)
     worst = np.max(np.abs(x), axis=1, keepdims=True) * np.sum(np.abs(exact), axis=1)
-    assert np.all(np.abs(got - x @ exact.T)[1:] <= 1e-7 * worst[1:])
+    assert np.all(np.abs(got - x @ exact.T)[1:4] <= 1e-7 * worst[1:4])
+    assert np.all(np.abs(got[4]) < 1e-36)  # too small for float32's reciprocals: nothing, or next to nothing
+
+
+@pytest.mark.parametrize("format", list(cpu_matmul.FORMATS))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_broken_activations_break_their_own_row_only(format, value):
+    rng = np.random.default_rng(3)
+    operands, _ = stored(format, 16, 128, rng)
+    x = rng.normal(size=(3, 128)).astype(np.float32)
+    whole = np.asarray(matmul_nt(x, **operands))
+    x[1, 77] = value
+    got = np.asarray(matmul_nt(x, **operands))
+    assert not np.isfinite(got[1]).any()
+    np.testing.assert_array_equal(got[[0, 2]], whole[[0, 2]])
 
 
 def test_bfloat16_activations_and_empty_operands():
