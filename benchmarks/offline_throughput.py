@@ -121,6 +121,7 @@ class Ours:
         watch = compile_watch()
         self.llm = LLM(
             args.model, dtype=args.dtype, quantization=args.quantization, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
             num_decode_steps=args.num_decode_steps, prefill_buckets=args.prefill_buckets,
             decode_buckets=args.decode_buckets, warm_up=True, strict_compiles=True,
         )  # fmt: skip
@@ -250,6 +251,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workloads", default="batch,mixed,single")
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one prefill step at most")
     parser.add_argument("--num-decode-steps", type=int, default=1)
     for kind in ("prefill", "decode"):
         parser.add_argument(f"--{kind}-buckets", type=int, nargs="+", help="fewer than the default, for a shorter warm-up")
