@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=5, help="seconds between samples")
     parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--num-blocks", type=int, default=160, help="few, so that sequences are preempted")
+    parser.add_argument("--num-blocks", type=int, default=40, help="few, so that sequences are preempted")
     parser.add_argument("--chunked-prefill", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", help="write the samples to this file")
