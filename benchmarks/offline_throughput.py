@@ -121,9 +121,8 @@ class Ours:
         watch = compile_watch()
         self.llm = LLM(
             args.model, dtype=args.dtype, quantization=args.quantization, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-            num_decode_steps=args.num_decode_steps, prefill_buckets=args.prefill_buckets,
-            decode_buckets=args.decode_buckets, warm_up=True, strict_compiles=True,
+            max_num_batched_tokens=args.max_num_batched_tokens, num_decode_steps=args.num_decode_steps,
+            prefill_buckets=args.prefill_buckets, decode_buckets=args.decode_buckets, warm_up=True, strict_compiles=True,
         )  # fmt: skip
         self.engine = self.llm.engine
         self.compiles = (watch.compiles, watch.cache_hits)

@@ -193,9 +193,9 @@ inline bool paged_operands_fit(const XLA_FFI_Buffer* q, const XLA_FFI_Buffer* ke
   return q->rank == 3 && keys->rank == 4 && (keys->dtype == XLA_FFI_DataType_F32 || keys->dtype == XLA_FFI_DataType_BF16) &&
          (!values || values->dtype == keys->dtype) && q->dims[2] % LANES == 0 && out->dims[2] % LANES == 0;
 }
-inline Pools paged_pools(const XLA_FFI_Buffer* keys, const XLA_FFI_Buffer* values, const XLA_FFI_Buffer* out) {
+inline Pools paged_pools(const XLA_FFI_Buffer* keys, const XLA_FFI_Buffer* values, int64_t dv) {
   const bool half = keys->dtype == XLA_FFI_DataType_BF16;
-  return {keys->data, values ? values->data : nullptr, half, keys->dims[0], keys->dims[1], keys->dims[2], keys->dims[3], out->dims[2]};
+  return {keys->data, values ? values->data : nullptr, half, keys->dims[0], keys->dims[1], keys->dims[2], keys->dims[3], dv};
 }
 
 // Decode attention of S sequences, q_per_seq rows each: chunks are (sequence, head, rows, span of keys).

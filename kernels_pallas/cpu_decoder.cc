@@ -228,7 +228,8 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   down.plan(layer.down, s.inner, s.added, s.m, threads, s.hidden);
   layer.decode = decode;
   layer.decode.window = window;
-  layer.decode.pools = {keys->data, values->data, keys->dtype == XLA_FFI_DataType_BF16, keys->dims[0], keys->dims[1], keys->dims[2], d, d, layer.qkv.streamed};
+  layer.decode.pools = paged_pools(keys, values, d);
+  layer.decode.pools.streamed = layer.qkv.streamed;
   return true;
 }
 

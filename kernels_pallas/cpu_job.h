@@ -111,24 +111,41 @@ class Job {
     Stream* const before = &stream();
     Ahead ahead{this, worker};
     Stream own(Ahead::next, &ahead);
+    bool lost = false;  // others did what the stream was asked for
     for (int64_t i = 0; i < count_; i++) {
       Phase& p = phases_[i];
-      if (p.ready.load(std::memory_order_acquire)) continue;
-      if (ahead.phase < i) ahead.skip_to(i), own.restart();
-      claim(p, worker % p.lanes, own);
-      for (int64_t l = 1; l < p.lanes; l++) help_out(i, (worker + l) % p.lanes);
+      if (p.ready.load(std::memory_order_acquire)) {
+        lost = true;
+        continue;
+      }
+      if (lost || ahead.phase < i) ahead.skip_to(i), own.restart();
+      lost = false;
+      if (worker < p.lanes) claim(i, own, ahead);
+      for (int64_t l = worker < p.lanes; l < p.lanes; l++) help_out(i, (worker + l) % p.lanes);
       if (worker == 0 || i + 1 < count_) wait(p, own);
     }
     stream(before);
   }
-  void claim(Phase& p, int64_t l, Stream& own) {
-    Lane& lane = p.lane[l];
+  // Chunks of the worker's own lane.
+  void claim(int64_t phase, Stream& own, Ahead& ahead) {
+    Phase& p = phases_[phase];
+    Lane& lane = p.lane[ahead.worker];
     stream(&own);
     const int64_t start = own.total();
     int64_t mine = 0;
     for (int64_t chunk; (chunk = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end; mine++) p.run(p.context, chunk);
     count(p, mine);
-    if (mine) own.drop((own.total() - start) / mine * (lane.end - lane.begin - mine));
+    if (mine == lane.end - lane.begin) return;
+    if (ahead.phase <= phase) ahead.skip_to(phase + 1), own.restart();
+    else own.drop(bytes(p, lane) - (own.total() - start));
+  }
+  // What a lane's chunks read.
+  static int64_t bytes(const Phase& p, const Lane& lane) {
+    int64_t sum = 0, stretch = 0;
+    const char* from = nullptr;
+    for (int64_t chunk = lane.begin; p.reads && chunk < lane.end; chunk++)
+      for (int64_t part = 0; p.reads(p.context, chunk, part, &from, &stretch); part++) sum += stretch;
+    return sum;
   }
   // Chunks that their own worker has not come to.
   void help_out(int64_t phase, int64_t l) {

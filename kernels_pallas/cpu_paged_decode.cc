@@ -58,7 +58,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_p
   auto* job = new PagedDecode(threads);
   job->q = data<const float>(q), job->out = data<float>(out);
   Decode& d = job->decode;
-  d.pools = paged_pools(keys, values, out);
+  d.pools = paged_pools(keys, values, out->dims[2]);
   d.tables = data<const int32_t>(tables), d.lens = data<const int32_t>(argument(frame, 2));
   d.sinks = sinks->dims[0] ? data<const float>(sinks) : nullptr;
   d.sequences = sequences, d.pages = tables->dims[1], d.heads = q->dims[1], d.q_per_seq = q->dims[0] / sequences;

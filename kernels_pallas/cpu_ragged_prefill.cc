@@ -71,7 +71,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_r
   if (!paged_operands_fit(q, keys, values, out)) return fail(frame, "cpu_ragged_prefill: operand types or shapes do not fit together");
   const int64_t threads = pool_threads(frame), sequences = tables->dims[0];
   auto* job = new RaggedPrefill(threads);
-  job->pools = paged_pools(keys, values, out);
+  job->pools = paged_pools(keys, values, out->dims[2]);
   job->q = data<const float>(q), job->out = data<float>(out);
   job->tables = data<const int32_t>(tables), job->lens = data<const int32_t>(argument(frame, 2)), job->starts = data<const int32_t>(starts);
   job->sinks = sinks->dims[0] ? data<const float>(sinks) : nullptr;
