@@ -1,7 +1,8 @@
-"""How the size of an expert-parallel engine changes what one GPU of it does, in floors over an efficiency: the numbers behind the
-last section of docs/capacity.md.
+"""How the size of an expert-parallel engine changes what one GPU of it does, in floors over an
+efficiency: the numbers behind the last section of docs/capacity.md.
 
-  JAX_PLATFORMS=cpu python benchmarks/capacity_by_ep.py [--efficiency 0.6] [--itl 0.05] [--context 1200]
+  JAX_PLATFORMS=cpu python benchmarks/capacity_by_ep.py [--efficiency 0.6] [--itl 0.05] [--context \
+      1200]
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import argparse
 from pathlib import Path
 
 from deepinfer_jax import EngineArgs
-from deepinfer_jax.launch.gpus import find_gpu
-from deepinfer_jax.launch.plan_search import FloorCosts, decode_rows, role_plans
+from deepinfer_jax.launch.planner.gpus import find_gpu
+from deepinfer_jax.launch.planner.search import FloorCosts, decode_rows, role_plans
 from deepinfer_jax.scheduler.roles import EngineType
 
 MODEL = Path(__file__).parent.parent / "examples" / "configs" / "deepseek-v3"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--efficiency", type=float, default=0.6)
     parser.add_argument("--itl", type=float, default=0.05)
     parser.add_argument("--context", type=float, default=1200)
@@ -35,7 +38,10 @@ def main() -> None:
         chunked_prefill=True,
     )
     sizes = [int(s) for s in options.sizes.split(",")]
-    print("| GPU | ep | decode rows / GPU | decode step ms | binds | decode tok/s / GPU | prefill tok/s / GPU | binds |")
+    print(
+        "| GPU | ep | decode rows / GPU | decode step ms | binds | decode tok/s / GPU | prefill"
+        " tok/s / GPU | binds |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name in ("h200", "gb200"):
         gpu = find_gpu(name)
@@ -46,10 +52,13 @@ def main() -> None:
             rows = decode_rows(plan, costs, options.context, options.itl)
             step = costs.decode_floor(max(rows, 1), options.context)
             seconds = step.seconds / options.efficiency
-            fill = FloorCosts(prompts[ep].costs, gpu, options.efficiency).prefill_floor(8192, options.context / 2)
+            fill = FloorCosts(prompts[ep].costs, gpu, options.efficiency).prefill_floor(
+                8192, options.context / 2
+            )
             print(
-                f"| {name} | {ep} | {rows} | {1e3 * seconds:.1f} | {step.binds} | {rows / seconds:,.0f} "
-                f"| {8192 * options.efficiency / fill.seconds:,.0f} | {fill.binds} |"
+                f"| {name} | {ep} | {rows} | {1e3 * seconds:.1f} | {step.binds} |"
+                f" {rows / seconds:,.0f} | {8192 * options.efficiency / fill.seconds:,.0f} |"
+                f" {fill.binds} |"
             )
 
 

@@ -1,10 +1,13 @@
-"""Writes the tables of docs/capacity.md: every model, GPU and role there, planned by the code behind `deepinfer-jax plan`.
+"""Writes the tables of docs/capacity.md: every model, GPU and role there, planned by the code
+behind `deepinfer-jax plan`.
 
-  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py        (needs the CUDA plugin; minutes of CPU per row)
+  # (needs the CUDA plugin; minutes of CPU per row)
+  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py
 
-Rows are kept in docs/capacity.json, one plan each, so that a run goes on where the last one stopped; --fresh plans them again.
-Only what stands between the markers <!-- tables --> and <!-- /tables --> of docs/capacity.md is replaced. --estimate fills rows
-that are missing without compiling.
+Rows are kept in docs/capacity.json, one plan each, so that a run goes on where the last one
+stopped; --fresh plans them again. Only what stands between the markers <!-- tables --> and <!--
+/tables --> of docs/capacity.md is replaced. --estimate fills rows that are missing without
+compiling.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import time
 from pathlib import Path
 
 from deepinfer_jax import EngineArgs
-from deepinfer_jax.launch.plan import make_plan
-from deepinfer_jax.loading import use_compilation_cache
-from deepinfer_jax.memory import NotEnoughMemory
+from deepinfer_jax.launch.planner.plan import make_plan
+from deepinfer_jax.runner.memory import NotEnoughMemory
+from deepinfer_jax.runner.model_source import use_compilation_cache
 
 ROOT = Path(__file__).parent.parent
 CONFIGS, DOCS = ROOT / "examples" / "configs", ROOT / "docs"
@@ -82,7 +85,12 @@ def plan_missing(plans: dict[str, dict], gpus: list[str], estimate: bool, file: 
                 start = time.time()
                 try:
                     shared = prompt if role == "NORMAL" else None
-                    plan = make_plan(args_for(model, layout, role), gpu, compile_programs=not estimate, compiled=shared)
+                    plan = make_plan(
+                        args_for(model, layout, role),
+                        gpu,
+                        compile_programs=not estimate,
+                        compiled=shared,
+                    )
                     prompt = plan if role == "PROMPT" else prompt
                     plans[key] = plan.as_dict() | {"model": model}
                 except NotEnoughMemory as error:
@@ -92,16 +100,31 @@ def plan_missing(plans: dict[str, dict], gpus: list[str], estimate: bool, file: 
 
 
 def tables(plans: dict[str, dict]) -> str:
-    head = ["model", "GPU", "role", "devices", "weights GB", "temporaries GB", "KV blocks / rank", "KV tokens / rank"]
+    head = [
+        "model",
+        "GPU",
+        "role",
+        "devices",
+        "weights GB",
+        "temporaries GB",
+        "KV blocks / rank",
+        "KV tokens / rank",
+    ]
     head += ["exchanged MB / step", "decode 64 rows, floor ms", "largest step, floor ms"]
     rows = [cells(p["model"], p) for p in plans.values() if "refused" not in p]
     lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    refused = [f"- {p['model']} on one {p['gpu']}: {p['refused']}" for p in plans.values() if "refused" in p]
+    refused = [
+        f"- {p['model']} on one {p['gpu']}: {p['refused']}"
+        for p in plans.values()
+        if "refused" in p
+    ]
     return "\n".join([*lines, "", "Refused:", "", *refused])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", default="h200,b200")
     parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--fresh", action="store_true")
@@ -111,7 +134,14 @@ def main() -> None:
     plans = json.loads(kept.read_text()) if kept.exists() and not options.fresh else {}
     plan_missing(plans, options.gpus.split(","), options.estimate, kept)
     made = tables(plans)
-    page.write_text(re.sub(r"(<!-- tables -->\n).*?(\n<!-- /tables -->)", lambda m: m[1] + made + m[2], page.read_text(), flags=re.DOTALL))
+    page.write_text(
+        re.sub(
+            r"(<!-- tables -->\n).*?(\n<!-- /tables -->)",
+            lambda m: m[1] + made + m[2],
+            page.read_text(),
+            flags=re.DOTALL,
+        )
+    )
 
 
 if __name__ == "__main__":

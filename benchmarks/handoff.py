@@ -1,14 +1,18 @@
-"""Hand-over from prompt to completion engines: bytes per second, how much of it hides behind sampling, latencies of 1P:1D.
+"""Hand-over from prompt to completion engines: bytes per second, how much of it hides behind
+sampling, latencies of 1P:1D.
 
-    python benchmarks/handoff.py [--out DIR] [--quick] [--model demo]    tables on stdout, handoff.png in DIR
+    # tables on stdout, handoff.png in DIR
+    python benchmarks/handoff.py [--out DIR] [--quick] [--model demo]
 
-1. Bandwidth. Blocks of a pool on one device into a pool on another (gather, copy between devices unless they share memory,
-   scatter) against `jax.device_put` of the same bytes as one array between the same devices, interleaved, medians. Gather and
-   scatter alone, and the copy of one NumPy buffer onto another, are printed beside it.
-2. Overlap. Time from a request's first token to the acknowledgement of its hand-over, with transfers started chunk by chunk
-   before the sampler is waited for (as the prompt engine does), and with all of it after the last chunk's sampling.
-3. Latencies. One trace of short and long prompts with Poisson arrivals through NORMAL and through 1P:1D on the same devices'
-   cores: time to first token, gaps between tokens.
+1. Bandwidth. Blocks of a pool on one device into a pool on another (gather, copy between devices
+   unless they share memory, scatter) against `jax.device_put` of the same bytes as one array
+   between the same devices, interleaved, medians. Gather and scatter alone, and the copy of one
+   NumPy buffer onto another, are printed beside it.
+2. Overlap. Time from a request's first token to the acknowledgement of its hand-over, with
+   transfers started chunk by chunk before the sampler is waited for (as the prompt engine does),
+   and with all of it after the last chunk's sampling.
+3. Latencies. One trace of short and long prompts with Poisson arrivals through NORMAL and through
+   1P:1D on the same devices' cores: time to first token, gaps between tokens.
 """
 
 from __future__ import annotations
@@ -27,25 +31,31 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+    )
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, kv_cache
-from deepinfer_jax.disaggregate import DisaggregatedEngine
-from deepinfer_jax.kv_transfer import BlockMover
+from deepinfer_jax import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from deepinfer_jax.disagg.config import DisaggregationConfig
+from deepinfer_jax.disagg.deployment import DisaggregatedEngine
+from deepinfer_jax.disagg.engines import PromptEngine
+from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.models.base import PagedCache, ParallelAxes
-from deepinfer_jax.parallel import RankPlacement, make_mesh
-from deepinfer_jax.pd_config import DisaggregationConfig
-from deepinfer_jax.pd_engines import PromptEngine
+from deepinfer_jax.runner import kv_pools
+from deepinfer_jax.runner.mesh import RankPlacement, make_mesh
 
-# ---- 1. bandwidth ---------------------------------------------------------------------------------------------------------
+# ---- 1. bandwidth --------------------------------------------------------------------------------
 
 CACHES = {
     "MLA, 16 layers, 576 wide": (PagedCache("latent", 16, (1, 576), jnp.float32),),
-    "GQA, 16 layers, 8 heads of 64": (PagedCache("k", 16, (8, 64), jnp.float32, 0), PagedCache("v", 16, (8, 64), jnp.float32, 0)),
+    "GQA, 16 layers, 8 heads of 64": (
+        PagedCache("k", 16, (8, 64), jnp.float32, 0),
+        PagedCache("v", 16, (8, 64), jnp.float32, 0),
+    ),
 }
 
 
@@ -64,9 +74,18 @@ class Table(dict):
 def pools(specs: tuple, device: int, num_blocks: int, block_size: int = 16) -> BlockMover:
     axes = ParallelAxes()
     mesh = make_mesh(axes, [jax.devices()[device]])
-    caches = kv_cache.allocate(kv_cache.abstract_caches(specs, axes, mesh, num_blocks, block_size, 1))
+    caches = kv_pools.allocate(
+        kv_pools.abstract_caches(specs, axes, mesh, num_blocks, block_size, 1)
+    )
     config = SimpleNamespace(axes=axes, block_size=block_size)
-    runner = SimpleNamespace(cache_specs=specs, caches=caches, mesh=mesh, config=config, num_blocks=num_blocks, programs=Table())
+    runner = SimpleNamespace(
+        cache_specs=specs,
+        caches=caches,
+        mesh=mesh,
+        config=config,
+        num_blocks=num_blocks,
+        programs=Table(),
+    )
     runner.placement = RankPlacement(mesh, axes)
     return BlockMover(runner)
 
@@ -110,8 +129,9 @@ def stages(specs: tuple, count: int) -> dict[str, Callable[[], Any]]:
 
 @contextlib.contextmanager
 def alone(wanted: bool) -> Iterator[None]:
-    """Real-time priority for this process's threads, after a pause for everybody else (Linux, as root): on a busy machine the
-    threads of XLA's pool would otherwise wait for a core longer than a copy takes."""
+    """Real-time priority for this process's threads, after a pause for everybody else (Linux, as
+    root): on a busy machine the threads of XLA's pool would otherwise wait for a core longer than a
+    copy takes."""
 
     def schedule(policy: int, priority: int) -> None:
         for thread in os.listdir("/proc/self/task") if wanted else ():
@@ -140,11 +160,19 @@ def bandwidth(rounds: int, real_time: bool = False) -> list[dict[str, Any]]:
                     times[key] += [t[key] for t in taken]
             total = count * pools(specs, 0, 1).block_bytes()
             rate = {k: total / statistics.median(v) / 1e9 for k, v in times.items()}
-            rows.append({"caches": name, "blocks": count, "MB": total / 1e6, **rate, "share": rate["hand-over"] / rate["plain copy"]})
+            rows.append(
+                {
+                    "caches": name,
+                    "blocks": count,
+                    "MB": total / 1e6,
+                    **rate,
+                    "share": rate["hand-over"] / rate["plain copy"],
+                }
+            )
     return rows
 
 
-# ---- 2. overlap -----------------------------------------------------------------------------------------------------------
+# ---- 2. overlap ----------------------------------------------------------------------------------
 
 
 class Late(PromptEngine):
@@ -155,10 +183,24 @@ class Late(PromptEngine):
 
 
 def overlap(model: str, rounds: int) -> dict[str, float]:
-    """Median seconds from a request's first token to the acknowledgement of its hand-over: what the transfer adds for whoever
-    waits for the second token. Prompts of four chunks; transfers started early (as the engine does) and late."""
-    fields = dict(model=model, max_model_len=512, max_num_seqs=4, chunked_prefill=True, max_num_batched_tokens=128, num_blocks=256)
-    fields |= dict(prefill_buckets=(128,), decode_buckets=(4,), warm_up=True, enable_penalties=False, max_logprobs=0)
+    """Median seconds from a request's first token to the acknowledgement of its hand-over: what the
+    transfer adds for whoever waits for the second token. Prompts of four chunks; transfers started
+    early (as the engine does) and late."""
+    fields = dict(
+        model=model,
+        max_model_len=512,
+        max_num_seqs=4,
+        chunked_prefill=True,
+        max_num_batched_tokens=128,
+        num_blocks=256,
+    )
+    fields |= dict(
+        prefill_buckets=(128,),
+        decode_buckets=(4,),
+        warm_up=True,
+        enable_penalties=False,
+        max_logprobs=0,
+    )
     engine = DisaggregatedEngine(fields, DisaggregationConfig())
     source, tokens = engine.prompt_engines[0], {}
     exposed: dict[str, list[float]] = {"early": [], "late": []}
@@ -179,7 +221,11 @@ def overlap(model: str, rounds: int) -> dict[str, float]:
             for how, cls in (("early", PromptEngine), ("late", Late)):
                 source.__class__ = cls
                 tokens.clear()
-                engine.add_request(None, [*prompt, i + 1], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+                engine.add_request(
+                    None,
+                    [*prompt, i + 1],
+                    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+                )
                 while engine.has_unfinished_requests():
                     engine.step()
                 engine.wait_idle()
@@ -190,7 +236,7 @@ def overlap(model: str, rounds: int) -> dict[str, float]:
     return {k: statistics.median(v) for k, v in exposed.items()}
 
 
-# ---- 3. latencies ---------------------------------------------------------------------------------------------------------
+# ---- 3. latencies --------------------------------------------------------------------------------
 
 
 def trace(count: int, rate: float, seed: int = 0) -> list[tuple[float, list[int], int]]:
@@ -216,7 +262,11 @@ def replay(engine: Any, requests: list[tuple[float, list[int], int]]) -> dict[st
             time.sleep(max(0.0, start + at - time.perf_counter()))
             arrived[f"r{i}"] = time.perf_counter()
             kind = RequestOutputKind.CUMULATIVE
-            engine.add_request(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, output_kind=kind))
+            engine.add_request(
+                f"r{i}",
+                prompt,
+                SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, output_kind=kind),
+            )
 
     feeder = threading.Thread(target=feed)
     feeder.start()
@@ -239,8 +289,16 @@ def replay(engine: Any, requests: list[tuple[float, list[int], int]]) -> dict[st
 
 
 def latencies(model: str, count: int, rate: float) -> dict[str, dict[str, list[float]]]:
-    fields = dict(model=model, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512, num_blocks=600)
-    fields |= dict(prefill_buckets=(64, 512), decode_buckets=(16,), warm_up=True, enable_penalties=False, max_logprobs=0)
+    fields = dict(
+        model=model, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512, num_blocks=600
+    )
+    fields |= dict(
+        prefill_buckets=(64, 512),
+        decode_buckets=(16,),
+        warm_up=True,
+        enable_penalties=False,
+        max_logprobs=0,
+    )
     requests = trace(count, rate)
     results = {}
     normal = LLMEngine(EngineArgs(**fields, prefill_attempt_interval=4), devices=jax.devices()[:1])
@@ -254,10 +312,12 @@ def latencies(model: str, count: int, rate: float) -> dict[str, dict[str, list[f
     return results
 
 
-# ---- report ---------------------------------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------
 
 
-def plot(path: Path, rows: list[dict[str, Any]], results: dict[str, dict[str, list[float]]]) -> None:
+def plot(
+    path: Path, rows: list[dict[str, Any]], results: dict[str, dict[str, list[float]]]
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -272,7 +332,10 @@ def plot(path: Path, rows: list[dict[str, Any]], results: dict[str, dict[str, li
     axes[0].set_ylabel("GB/s")
     axes[0].set_title("Bandwidth")
     axes[0].legend()
-    for ax, key, title in ((axes[1], "ttft", "Time to first token"), (axes[2], "gaps", "Gap between tokens")):
+    for ax, key, title in (
+        (axes[1], "ttft", "Time to first token"),
+        (axes[2], "gaps", "Gap between tokens"),
+    ):
         for name, r in results.items():
             values = np.sort(r[key])
             ax.plot(values * 1e3, np.linspace(0, 100, len(values)), label=name)
@@ -287,7 +350,9 @@ def plot(path: Path, rows: list[dict[str, Any]], results: dict[str, dict[str, li
 
 
 def print_bandwidth(rows: list[dict[str, Any]]) -> None:
-    print("| caches | blocks | MB | hand-over GB/s | plain copy | share | gather | scatter | memory |")
+    print(
+        "| caches | blocks | MB | hand-over GB/s | plain copy | share | gather | scatter | memory |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         numbers = [f"{r['hand-over']:.2f}", f"{r['plain copy']:.2f}", f"{r['share']:.0%}"]
@@ -296,26 +361,49 @@ def print_bandwidth(rows: list[dict[str, Any]]) -> None:
 
 
 def print_overlap(t: dict[str, float]) -> None:
-    print("\nfirst token to acknowledged hand-over (401 tokens, 4 chunks): transfers started early ", end="")
-    print(f"{t['early'] * 1e3:.1f} ms, after sampling {t['late'] * 1e3:.1f} ms: {1 - t['early'] / t['late']:.0%} of it hidden")
+    print(
+        "\nfirst token to acknowledged hand-over (401 tokens, 4 chunks): transfers started early ",
+        end="",
+    )
+    print(
+        f"{t['early'] * 1e3:.1f} ms, after sampling {t['late'] * 1e3:.1f} ms:"
+        f" {1 - t['early'] / t['late']:.0%} of it hidden"
+    )
 
 
 def print_latencies(results: dict[str, dict[str, list[float]]]) -> None:
-    print("\n| | TTFT p50 ms | p99 | gap p50 ms | p99 | max | trace s |\n|---|---|---|---|---|---|---|")
+    print(
+        "\n| | TTFT p50 ms | p99 | gap p50 ms | p99 | max | trace s"
+        " |\n|---|---|---|---|---|---|---|"
+    )
     for name, r in results.items():
         a, b = np.percentile(r["ttft"], (50, 99)) * 1e3
         c, d = np.percentile(r["gaps"], (50, 99)) * 1e3
-        print(f"| {name} | {a:.0f} | {b:.0f} | {c:.1f} | {d:.0f} | {max(r['gaps']) * 1e3:.0f} | {r['total'][0]:.1f} |")
+        print(
+            f"| {name} | {a:.0f} | {b:.0f} | {c:.1f} | {d:.0f} | {max(r['gaps']) * 1e3:.0f} |"
+            f" {r['total'][0]:.1f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder for handoff.png")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second of the trace")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--real-time", action="store_true", help="bandwidth on a busy machine: bursts of real-time priority (root)")
-    parser.add_argument("--part", choices=("bandwidth", "overlap", "latencies"), action="append", help="default: all")
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="bandwidth on a busy machine: bursts of real-time priority (root)",
+    )
+    parser.add_argument(
+        "--part",
+        choices=("bandwidth", "overlap", "latencies"),
+        action="append",
+        help="default: all",
+    )
     args = parser.parse_args()
     parts = args.part or ["bandwidth", "overlap", "latencies"]
     rows, results = [], {}

@@ -1,12 +1,17 @@
-"""Layers unrolled in the program, or one layer's program looped over stacked weights (lax.scan): compile time, step time, memory.
+"""Layers unrolled in the program, or one layer's program looped over stacked weights (lax.scan):
+compile time, step time, memory.
 
-    python benchmarks/layers_scan.py [--sizes small demo] [--layers 30 61] [--rows 1 32 --tokens 512]     on this machine's CPU
-    python benchmarks/layers_scan.py --aot          memory and program sizes compiled for an H200 (needs jax-cuda13-plugin)
+    # on this machine's CPU
+    python benchmarks/layers_scan.py [--sizes small demo] [--layers 30 61] [--rows 1 32 --tokens \
+        512]
+    # memory and program sizes compiled for an H200 (needs jax-cuda13-plugin)
+    python benchmarks/layers_scan.py --aot
 
-Both forms run the models' own decoder layer and the same kernels. The scanned one keeps a single pool [layers * blocks, ...] as the
-loop's carry and shifts block ids by layer * blocks, so no layer's pool is ever sliced out or copied; its weights are the scan's xs.
-Compile times are CPU seconds of the process, which other load on the machine does not stretch, and wall seconds; step times are
-minima and medians over the repeats, forms taking turns.
+Both forms run the models' own decoder layer and the same kernels. The scanned one keeps a single
+pool [layers * blocks, ...] as the loop's carry and shifts block ids by layer * blocks, so no
+layer's pool is ever sliced out or copied; its weights are the scan's xs. Compile times are CPU
+seconds of the process, which other load on the machine does not stretch, and wall seconds; step
+times are minima and medians over the repeats, forms taking turns.
 """
 
 from __future__ import annotations
@@ -62,10 +67,19 @@ class Shape:
 def make_config(size: str, layers: int) -> DenseConfig:
     hidden, inner, heads, kv_heads, head_dim = SIZES[size]
     hf = {
-        "model_type": "llama", "vocab_size": 512, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "hidden_act": "silu",
+    }
     return Llama.config_from_hf(hf)
 
 
@@ -79,7 +93,9 @@ def make_batch(shape: Shape) -> StepBatch:
     return StepBatch(
         tokens=np.zeros(shape.tokens, np.int32),
         positions=positions,
-        write_slots=(tables[seq_ids, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32),
+        write_slots=(tables[seq_ids, positions // BLOCK] * BLOCK + positions % BLOCK).astype(
+            np.int32
+        ),
         block_tables=tables,
         kv_lens=np.full(shape.sequences, keys, np.int32),
         q_starts=np.arange(shape.sequences + 1, dtype=np.int32) * each,
@@ -94,7 +110,9 @@ def unrolled(graphdef: Any, config: DenseConfig, blocks: int):
         cos, sin = rope_cos_sin(config.rope, batch.positions)
         keys, values = map(list, pools)
         for i, params in enumerate(layers):
-            x, keys[i], values[i] = nnx.merge(graphdef, params)(x, cos, sin, keys[i], values[i], batch)
+            x, keys[i], values[i] = nnx.merge(graphdef, params)(
+                x, cos, sin, keys[i], values[i], batch
+            )
         return x, (tuple(keys), tuple(values))
 
     return step
@@ -111,7 +129,9 @@ def scanned(graphdef: Any, config: DenseConfig, blocks: int):
             here = dataclasses.replace(
                 batch,
                 block_tables=batch.block_tables + index * blocks,
-                write_slots=jnp.where(batch.write_slots < slots, batch.write_slots + index * slots, end),
+                write_slots=jnp.where(
+                    batch.write_slots < slots, batch.write_slots + index * slots, end
+                ),
             )
             return nnx.merge(graphdef, params)(x, cos, sin, keys, values, here), None
 
@@ -153,13 +173,19 @@ class Compiled:
 
     @property
     def code(self) -> int:
-        return self.program.memory_analysis().generated_code_size_in_bytes or len(self.program.as_text())
+        return self.program.memory_analysis().generated_code_size_in_bytes or len(
+            self.program.as_text()
+        )
 
 
-def compile_form(form: str, config: DenseConfig, shape: Shape, dtype: Any, sharding: Any = None) -> tuple[Compiled, tuple]:
+def compile_form(
+    form: str, config: DenseConfig, shape: Shape, dtype: Any, sharding: Any = None
+) -> tuple[Compiled, tuple]:
     graphdef, args = arguments(form, config, shape, dtype)
     if sharding is not None:
-        args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), args)
+        args = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), args
+        )
     step = FORMS[form](graphdef, config, shape.blocks)
     cpu, wall = time.process_time(), time.perf_counter()
     program = jax.jit(step, donate_argnums=(1, 2)).lower(*args).compile()
@@ -170,12 +196,21 @@ def make_arrays(args: tuple, shape: Shape) -> list[Any]:
     """Random weights, small enough that activations stay finite; zero pools."""
     layers, pools, x, _ = args
     rng = np.random.default_rng(0)
-    weights = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32) * 0.02, s.dtype), layers)
+    weights = jax.tree.map(
+        lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32) * 0.02, s.dtype), layers
+    )
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pools)
-    return [weights, zeros, jnp.ones(x.shape, x.dtype), jax.tree.map(jnp.asarray, make_batch(shape))]
+    return [
+        weights,
+        zeros,
+        jnp.ones(x.shape, x.dtype),
+        jax.tree.map(jnp.asarray, make_batch(shape)),
+    ]
 
 
-def time_steps(programs: dict[str, Any], arrays: dict[str, list[Any]], repeats: int) -> dict[str, list[float]]:
+def time_steps(
+    programs: dict[str, Any], arrays: dict[str, list[Any]], repeats: int
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {form: [] for form in programs}
     for repeat in range(repeats + 1):
         for form, program in programs.items():
@@ -188,16 +223,26 @@ def time_steps(programs: dict[str, Any], arrays: dict[str, list[Any]], repeats: 
     return times
 
 
-def row(size: str, layers: int, shape: Shape, form: str, c: Compiled, weights: int, pools: int, steps: str) -> str:
+def row(
+    size: str,
+    layers: int,
+    shape: Shape,
+    form: str,
+    c: Compiled,
+    weights: int,
+    pools: int,
+    steps: str,
+) -> str:
     return (
-        f"{size:5s} {layers:6d} {shape!s:13s} {form:9s} {c.cpu_seconds:8.1f} {c.wall_seconds:8.1f} {steps:>17s} "
-        f"{c.temp / 2**20:9.2f} {c.temp / pools:8.1%} {weights / 2**20:9.1f} {c.code / 2**20:8.2f}"
+        f"{size:5s} {layers:6d} {shape!s:13s} {form:9s} {c.cpu_seconds:8.1f} {c.wall_seconds:8.1f}"
+        f" {steps:>17s} {c.temp / 2**20:9.2f} {c.temp / pools:8.1%} {weights / 2**20:9.1f}"
+        f" {c.code / 2**20:8.2f}"
     )
 
 
 HEADER = (
-    f"{'size':5s} {'layers':>6s} {'step':13s} {'form':9s} {'cpu s':>8s} {'wall s':>8s} {'min / median ms':>17s} "
-    f"{'temp MiB':>9s} {'of pools':>8s} {'weights':>9s} {'code':>8s}"
+    f"{'size':5s} {'layers':>6s} {'step':13s} {'form':9s} {'cpu s':>8s} {'wall s':>8s}"
+    f" {'min / median ms':>17s} {'temp MiB':>9s} {'of pools':>8s} {'weights':>9s} {'code':>8s}"
 )
 
 
@@ -216,10 +261,24 @@ def measure_cpu(args: argparse.Namespace) -> None:
                 for form in FORMS:
                     compiled[form], specs = compile_form(form, config, shape, jnp.float32)
                     arrays[form] = make_arrays(specs, shape)
-                times = time_steps({f: c.program for f, c in compiled.items()}, arrays, args.repeats)
+                times = time_steps(
+                    {f: c.program for f, c in compiled.items()}, arrays, args.repeats
+                )
                 for form, c in compiled.items():
                     steps = f"{1e3 * min(times[form]):.2f} / {1e3 * median(times[form]):.2f}"
-                    print(row(size, layers, shape, form, c, nbytes(arrays[form][0]), nbytes(arrays[form][1]), steps), flush=True)
+                    print(
+                        row(
+                            size,
+                            layers,
+                            shape,
+                            form,
+                            c,
+                            nbytes(arrays[form][0]),
+                            nbytes(arrays[form][1]),
+                            steps,
+                        ),
+                        flush=True,
+                    )
 
 
 def measure_aot(args: argparse.Namespace) -> None:
@@ -230,7 +289,9 @@ def measure_aot(args: argparse.Namespace) -> None:
 
     from deepinfer_jax.kernels_pallas.gpu_targets import H200
 
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=H200, topology="1x1x1")
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=H200, topology="1x1x1"
+    )
     sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), P())
     print(HEADER)
     with contextlib.ExitStack() as stack:
@@ -240,15 +301,28 @@ def measure_aot(args: argparse.Namespace) -> None:
                 config = make_config("8b", layers)
                 for form in FORMS:
                     c, specs = compile_form(form, config, shape, jnp.bfloat16, sharding)
-                    print(row("8b", layers, shape, form, c, nbytes(specs[0]), nbytes(specs[1]), "-"), flush=True)
+                    print(
+                        row("8b", layers, shape, form, c, nbytes(specs[0]), nbytes(specs[1]), "-"),
+                        flush=True,
+                    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", default=["small", "demo"], choices=SIZES)
     parser.add_argument("--layers", nargs="+", type=int, default=[30, 61])
-    parser.add_argument("--rows", nargs="*", type=int, default=[1, 32], help="decode steps of so many sequences")
-    parser.add_argument("--tokens", nargs="*", type=int, default=[512], help="prefill steps of so many tokens, four sequences")
+    parser.add_argument(
+        "--rows", nargs="*", type=int, default=[1, 32], help="decode steps of so many sequences"
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="*",
+        type=int,
+        default=[512],
+        help="prefill steps of so many tokens, four sequences",
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--aot", action="store_true")
     args = parser.parse_args()

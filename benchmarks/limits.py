@@ -1,4 +1,5 @@
-"""What this machine allows: bytes per second that can be streamed from memory, and float32 multiply-adds per second.
+"""What this machine allows: bytes per second that can be streamed from memory, and float32
+multiply-adds per second.
 
 python benchmarks/limits.py
 """
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import huge_pages
+from deepinfer_jax.runner import huge_pages
 
 BYTES = 512 << 20
 SIZE = 2048
@@ -25,7 +26,8 @@ SIZE = 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """stream: bytes/s read; flops: float32 operations/s of a large matmul (a multiply-add is two). Each is the best of the ways."""
+    """stream: bytes/s read; flops: float32 operations/s of a large matmul (a multiply-add is two).
+    Each is the best of the ways."""
 
     ways: dict[str, float]
 
@@ -38,12 +40,20 @@ class Limits:
         return max(v for k, v in self.ways.items() if k.startswith("sgemm"))
 
     def lines(self) -> list[str]:
-        units = {"read": (1e9, "GB/s"), "copy": (1e9, "GB/s read + written"), "sgemm": (1e9, "GFLOP/s")}
-        return [f"{name:28s} {value / units[name.split()[0]][0]:8.1f} {units[name.split()[0]][1]}" for name, value in self.ways.items()]
+        units = {
+            "read": (1e9, "GB/s"),
+            "copy": (1e9, "GB/s read + written"),
+            "sgemm": (1e9, "GFLOP/s"),
+        }
+        return [
+            f"{name:28s} {value / units[name.split()[0]][0]:8.1f} {units[name.split()[0]][1]}"
+            for name, value in self.ways.items()
+        ]
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    """The quickest of `repeats` calls after one that warms up: a limit is what the machine can do when left alone."""
+    """The quickest of `repeats` calls after one that warms up: a limit is what the machine can do
+    when left alone."""
     run()
     times = []
     for _ in range(repeats):
@@ -59,7 +69,8 @@ def measure(repeats: int = 7) -> Limits:
 
 
 class Streams:
-    """Ways to read 512 MB, to be measured again and again: what a shared machine's memory gives changes by the minute."""
+    """Ways to read 512 MB, to be measured again and again: what a shared machine's memory gives
+    changes by the minute."""
 
     def __init__(self) -> None:
         self.host = np.ones((BYTES // 4 // 4096, 4096), np.float32)
@@ -100,7 +111,8 @@ def matmul_ways(repeats: int) -> dict[str, float]:
 
 
 def load_average() -> str:
-    """The machine's load over the last minute, against its cores: numbers of a busy machine say little."""
+    """The machine's load over the last minute, against its cores: numbers of a busy machine say
+    little."""
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/mla_prefill.py [--heads 16] [--repeats 5]
 
-Every row is one step of `rows` tokens per sequence, the last ones of `keys`. `rule` is what "auto" picks (MLAConfig.expands).
-Decision: docs/decisions/030-mla-prefill.md.
+Every row is one step of `rows` tokens per sequence, the last ones of `keys`. `rule` is what "auto"
+picks (MLAConfig.expands). Decision: docs/decisions/030-mla-prefill.md.
 """
 
 from __future__ import annotations
@@ -39,14 +39,19 @@ def batch_of(sequences: int, rows: int, keys: int) -> StepBatch:
     starts = np.arange(sequences + 1, dtype=np.int32) * rows
     zeros = np.zeros(sequences, np.int32)
     lens = np.full(sequences, keys, np.int32)
-    return jax.tree.map(jnp.asarray, StepBatch(np.zeros_like(positions), positions, slots, tables, lens, starts, ids, zeros))
+    return jax.tree.map(
+        jnp.asarray,
+        StepBatch(np.zeros_like(positions), positions, slots, tables, lens, starts, ids, zeros),
+    )
 
 
 def build(config: MLAConfig, dtype: jnp.dtype):
     """(params, jitted layer): random weights on the default device."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: MLAttention(HIDDEN, config, dtype=dtype)))
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / np.sqrt(s.shape[-1]), s.dtype), state)
+    state = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s.shape) / np.sqrt(s.shape[-1]), s.dtype), state
+    )
 
     def step(state, x, pool, batch):
         cos, sin = rope_cos_sin(config.rope, batch.positions)
@@ -55,7 +60,9 @@ def build(config: MLAConfig, dtype: jnp.dtype):
     return state, jax.jit(step, donate_argnums=2)
 
 
-def milliseconds(config: MLAConfig, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: int) -> float:
+def milliseconds(
+    config: MLAConfig, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: int
+) -> float:
     sequences, rows, keys = shape
     batch = batch_of(sequences, rows, keys)
     state, step = build(config, dtype)
@@ -78,10 +85,15 @@ def main() -> None:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     config = MLAConfig(args.heads, None, 512, 128, 64, 128, RopeConfig(64))
     print(f"{jax.devices()[0].device_kind}, {args.heads} heads, {jnp.dtype(dtype).name}")
-    print(f"{'sequences':>9} {'rows':>5} {'keys':>5} {'absorbed ms':>12} {'expanded ms':>12} {'rule':>9}")
+    print(
+        f"{'sequences':>9} {'rows':>5} {'keys':>5} {'absorbed ms':>12} {'expanded ms':>12}"
+        f" {'rule':>9}"
+    )
     for sequences, rows, keys in SHAPES:
         ms = [
-            milliseconds(dataclasses.replace(config, prefill=f), (sequences, rows, keys), dtype, args.repeats)
+            milliseconds(
+                dataclasses.replace(config, prefill=f), (sequences, rows, keys), dtype, args.repeats
+            )
             for f in ("absorbed", "expanded")
         ]
         rule = "expanded" if config.expands(sequences * rows, sequences, keys) else "absorbed"

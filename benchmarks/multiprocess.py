@@ -1,10 +1,11 @@
-"""What processes cost: KV between two of them per transport, the router's work per request, whole deployments.
+"""What processes cost: KV between two of them per transport, the router's work per request, whole
+deployments.
 
   python benchmarks/multiprocess.py               everything (about three minutes on two cores)
   python benchmarks/multiprocess.py links router deployments
 
-Every number is printed beside what it should be compared with, from the same run. Each part starts its own processes on
-loopback and ends them.
+Every number is printed beside what it should be compared with, from the same run. Each part starts
+its own processes on loopback and ends them.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import numpy as np  # noqa: E402
 
-from deepinfer_jax import wire  # noqa: E402
-from deepinfer_jax.wire_hub import Hub, HubConfig  # noqa: E402
-from deepinfer_jax.wire_security import Security  # noqa: E402
+from deepinfer_jax.rpc import messages as wire  # noqa: E402
+from deepinfer_jax.rpc.hub import Hub, HubConfig  # noqa: E402
+from deepinfer_jax.rpc.security import Security  # noqa: E402
 
 SIZES_MB = (1, 16, 64)
 SECRET = b"benchmark secret, not secret"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; default all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; default all"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -49,7 +54,7 @@ def main() -> None:
         PARTS[part]()
 
 
-# ---- bytes between two processes ------------------------------------------------------------------------------------------
+# ---- bytes between two processes -----------------------------------------------------------------
 
 
 class Waiter:
@@ -117,16 +122,32 @@ def bench_links() -> None:
     server = device_links.start_server("127.0.0.1")
     for transport in ("host", "host + CURVE", "device"):
         kind = "curve" if "CURVE" in transport else "plain"
-        process = subprocess.Popen([sys.executable, __file__, "--child", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        hub = Hub("parent", Security(SECRET if kind == "curve" else None), HubConfig(peer_timeout=60, heartbeat=1)).start()
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--child", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        hub = Hub(
+            "parent",
+            Security(SECRET if kind == "curve" else None),
+            HubConfig(peer_timeout=60, heartbeat=1),
+        ).start()
         waiter = Waiter()
-        hub.dial(process.stdout.readline().strip(), wire.Hello(wire.PROTOCOL, "client", "bench"), waiter)
+        hub.dial(
+            process.stdout.readline().strip(), wire.Hello(wire.PROTOCOL, "client", "bench"), waiter
+        )
         waiter.opened_event.wait(30)
         number = iter(range(1 << 40, 1 << 50))
         for size in SIZES_MB:
             array = jax.device_put(np.random.default_rng(0).random(size << 18, np.float32))
 
-            def send(array: Any = array, transport: str = transport, waiter: Any = waiter, number: Any = number) -> None:
+            def send(
+                array: Any = array,
+                transport: str = transport,
+                waiter: Any = waiter,
+                number: Any = number,
+            ) -> None:
                 hand = wire.Hand("pages", "", {})
                 if transport == "device":
                     n = next(number)
@@ -141,8 +162,8 @@ def bench_links() -> None:
             plain = best(lambda size=size: socket_copy(size << 20), 4)
             rate, reference = size / 1024 / seconds, size / 1024 / plain
             print(
-                f"{transport:13} {size:3} MB: {1e3 * seconds:7.1f} ms, {rate:5.2f} GiB/s; plain TCP copy {reference:5.2f} GiB/s "
-                f"({rate / reference:4.0%})",
+                f"{transport:13} {size:3} MB: {1e3 * seconds:7.1f} ms, {rate:5.2f} GiB/s; plain TCP"
+                f" copy {reference:5.2f} GiB/s ({rate / reference:4.0%})",
                 flush=True,
             )
         hub.stop()
@@ -175,24 +196,49 @@ def socket_copy(size: int) -> None:
         receiver.close()
 
 
-# ---- the router -----------------------------------------------------------------------------------------------------------
+# ---- the router ----------------------------------------------------------------------------------
 
 
 class ScriptedEngine:
     """Answers at once what an engine would: the router's cost is all that is left."""
 
-    def __init__(self, kind: str, name: str, endpoint: str, others: dict[str, ScriptedEngine]) -> None:
+    def __init__(
+        self, kind: str, name: str, endpoint: str, others: dict[str, ScriptedEngine]
+    ) -> None:
         self.kind, self.name, self.others = kind, name, others
         self.hub = Hub(name).start()
         self.ready = threading.Event()
         role = {"prompt": 1, "completion": 2}[kind]
-        layout = {"protocol": 1, "role": role, "roles": {}, "model": "m", "block_size": 16, "caches": {}, "max_model_len": 4096}
+        layout = {
+            "protocol": 1,
+            "role": role,
+            "roles": {},
+            "model": "m",
+            "block_size": 16,
+            "caches": {},
+            "max_model_len": 4096,
+        }
         from deepinfer_jax.scheduler.roles import EngineType
 
         layout["roles"] = {r.name: int(r) for r in EngineType}
-        model = {"model": "/nowhere", "max_model_len": 4096, "vocab_size": 1000, "eos_token_ids": [2], "max_logprobs": 0}
+        model = {
+            "model": "/nowhere",
+            "max_model_len": 4096,
+            "vocab_size": 1000,
+            "eos_token_ids": [2],
+            "max_logprobs": 0,
+        }
         model |= {"enable_penalties": True, "mesh": {"tp": 1}}
-        hello = wire.Hello(wire.PROTOCOL, kind, name, job=name, layout=layout, capacity=(4096, 1 << 24, 4096), data="-", model=model)
+        hello = wire.Hello(
+            wire.PROTOCOL,
+            kind,
+            name,
+            job=name,
+            layout=layout,
+            capacity=(4096, 1 << 24, 4096),
+            data="-",
+            model=model,
+        )
         self.hub.dial(endpoint, hello, self)
 
     def opened(self, channel: Any, welcome: wire.Welcome) -> None:
@@ -212,7 +258,9 @@ class ScriptedEngine:
             channel.send(wire.Prefilled(m.key))
             channel.send(wire.HandedOver(m.key, m.target))
             completion = CompletionOutput(0, "", [1] * 64, finish_reason="stop")
-            result = wire.Result(RequestOutput(f"{m.key}/1", None, [], None, [completion], True, RequestMetrics(0.0)))
+            result = wire.Result(
+                RequestOutput(f"{m.key}/1", None, [], None, [completion], True, RequestMetrics(0.0))
+            )
             self.others[m.target].channel.send(result)
 
 
@@ -220,7 +268,7 @@ def bench_router(count: int = 5000) -> None:
     import psutil
     from deployment import Deployment
 
-    from deepinfer_jax.remote import RemoteEngine
+    from deepinfer_jax.rpc.client import RemoteEngine
     from deepinfer_jax.sampling_params import SamplingParams
 
     with tempfile.TemporaryDirectory() as folder, Deployment(Path(folder)) as d:
@@ -247,8 +295,9 @@ def bench_router(count: int = 5000) -> None:
                 pass
             one.append(time.perf_counter() - start)
         print(
-            f"{count} requests of 128 + 64 tokens through router and scripted engines: {count / seconds:.0f} requests/s, "
-            f"router CPU {1e6 * cpu / count:.0f} us per request; one alone {1e3 * statistics.median(one):.2f} ms (median)",
+            f"{count} requests of 128 + 64 tokens through router and scripted engines:"
+            f" {count / seconds:.0f} requests/s, router CPU {1e6 * cpu / count:.0f} us per request;"
+            f" one alone {1e3 * statistics.median(one):.2f} ms (median)",
             flush=True,
         )
         client.close()
@@ -256,7 +305,7 @@ def bench_router(count: int = 5000) -> None:
             engine.hub.stop(0)
 
 
-# ---- deployments ----------------------------------------------------------------------------------------------------------
+# ---- deployments ---------------------------------------------------------------------------------
 
 
 def bench_deployments(prompts: int = 64, tokens: int = 32) -> None:
@@ -271,21 +320,31 @@ def bench_deployments(prompts: int = 64, tokens: int = 32) -> None:
         with tempfile.TemporaryDirectory() as folder, Deployment(Path(folder)) as d:
             names = [f"P{i}" for i in range(p)] + [f"C{i}" for i in range(c)]
             for name in names:
-                d.engine("prompt" if name[0] == "P" else "completion", name, transport=transport, num_blocks=160)
+                d.engine(
+                    "prompt" if name[0] == "P" else "completion",
+                    name,
+                    transport=transport,
+                    num_blocks=160,
+                )
             d.joined(*names)
             d.wait_for_engines(*names)
             with LLM(router=d.address) as llm:
                 llm.generate(prompt_token_ids=batch[:8], sampling_params=params, use_tqdm=False)
                 start = time.perf_counter()
-                outputs = llm.generate(prompt_token_ids=batch, sampling_params=params, use_tqdm=False)
+                outputs = llm.generate(
+                    prompt_token_ids=batch, sampling_params=params, use_tqdm=False
+                )
                 seconds = time.perf_counter() - start
             generated = sum(len(o.outputs[0].token_ids) for o in outputs)
             ttft = statistics.median(o.metrics.time_to_first_token for o in outputs)
             time.sleep(0.5)
-            moved = statistics.median(e["hand_over_ms"] for e in d.status()["engines"] if "hand_over_ms" in e)
+            moved = statistics.median(
+                e["hand_over_ms"] for e in d.status()["engines"] if "hand_over_ms" in e
+            )
             print(
-                f"{p}P:{c}D {transport:6} {generated / seconds:7.0f} tokens/s, {prompts / seconds:6.1f} requests/s, medians: "
-                f"TTFT {1e3 * ttft:.0f} ms, hand-over {moved:.1f} ms (load average {os.getloadavg()[0]:.1f})",
+                f"{p}P:{c}D {transport:6} {generated / seconds:7.0f} tokens/s,"
+                f" {prompts / seconds:6.1f} requests/s, medians: TTFT {1e3 * ttft:.0f} ms,"
+                f" hand-over {moved:.1f} ms (load average {os.getloadavg()[0]:.1f})",
                 flush=True,
             )
 

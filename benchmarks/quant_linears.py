@@ -1,6 +1,8 @@
-"""Time of a decoder's linear layers alone, by weight format and number of rows, on the default device.
+"""Time of a decoder's linear layers alone, by weight format and number of rows, on the default
+device.
 
-    python benchmarks/quant_linears.py [--layers 8] [--hidden 576] [--intermediate 1536] [--rows 1 4 8 32 128 512]
+    python benchmarks/quant_linears.py [--layers 8] [--hidden 576] [--intermediate 1536] [--rows 1 \
+        4 8 32 128 512]
 
 Prints the fastest and the median of the runs that fit in two seconds, in milliseconds.
 """
@@ -18,7 +20,8 @@ from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 
 def layer_stack(matmul):
-    """x [M, hidden] through layers of (qkv, out, gate_up, down), with the residual sums between them."""
+    """x [M, hidden] through layers of (qkv, out, gate_up, down), with the residual sums between
+    them."""
 
     def run(x, layers):
         for qkv, out, gate_up, down in layers:
@@ -42,7 +45,9 @@ def measure(fn, *args, seconds: float = 2.0) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--intermediate", type=int, default=1536)
@@ -50,14 +55,23 @@ def main() -> None:
     args = parser.parse_args()
     h, i, rng = args.hidden, args.intermediate, np.random.default_rng(0)
     shapes = [(h + h // 3 * 2, h), (h, h), (2 * i, h), (h, i)]
-    weights = [[(rng.standard_normal(s) / s[1] ** 0.5).astype(np.float32) for s in shapes] for _ in range(args.layers)]
+    weights = [
+        [(rng.standard_normal(s) / s[1] ** 0.5).astype(np.float32) for s in shapes]
+        for _ in range(args.layers)
+    ]
     for name in (None, "int8", "int4"):
         store = (lambda w: (w,)) if name is None else quant_format(name).quantize
         layers = [[tuple(map(jnp.asarray, store(w))) for w in layer] for layer in weights]
         fn = layer_stack(float_matmul if name is None else quant_format(name).matmul)
         for rows in args.rows:
-            fastest, median = measure(fn, jnp.asarray(rng.standard_normal((rows, h)), jnp.float32), layers)
-            print(f"{name or 'float32':8} rows {rows:4}  fastest {fastest:8.2f} ms  median {median:8.2f} ms", flush=True)
+            fastest, median = measure(
+                fn, jnp.asarray(rng.standard_normal((rows, h)), jnp.float32), layers
+            )
+            print(
+                f"{name or 'float32':8} rows {rows:4}  fastest {fastest:8.2f} ms  median"
+                f" {median:8.2f} ms",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

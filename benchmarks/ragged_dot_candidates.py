@@ -1,10 +1,12 @@
-"""Which existing grouped matmul would serve MoE on GPUs? Each candidate is compiled, ahead of time, for the shapes the models need.
+"""Which existing grouped matmul would serve MoE on GPUs? Each candidate is compiled, ahead of time,
+for the shapes the models need.
 
   JAX_PLATFORMS=cpu python benchmarks/ragged_dot_candidates.py [--target B200] [--only tokamax]
 
-Needs what `python -m deepinfer_jax.kernels_pallas.aot` needs. tokamax is not a dependency: put it into an environment of its own
-(`pip install tokamax==0.0.17`); absent, its rows are skipped. Nothing runs on a GPU and no speed is claimed. Weights are passed
-as the engine keeps them, `[E, N, K]`: what a candidate transposes first shows up as temporary memory the size of the weights.
+Needs what `python -m deepinfer_jax.kernels_pallas.aot` needs. tokamax is not a dependency: put it
+into an environment of its own (`pip install tokamax==0.0.17`); absent, its rows are skipped.
+Nothing runs on a GPU and no speed is claimed. Weights are passed as the engine keeps them, `[E, N,
+K]`: what a candidate transposes first shows up as temporary memory the size of the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ BF16, FP8, I32, F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.float32
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """rows `[M, K]` sorted by expert times `[E, N, K]`; fp8: e4m3 weights with a scale per 128 x 128 block."""
+    """rows `[M, K]` sorted by expert times `[E, N, K]`; fp8: e4m3 weights with a scale per 128 x
+    128 block."""
 
     model: str
     experts: int
@@ -54,7 +57,10 @@ class Problem:
     def args(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         e, n, k = self.experts, self.n, self.k
         args = [((self.rows, k), BF16), ((e, n, k), FP8 if self.fp8 else BF16), ((e,), I32)]
-        return tuple(jax.ShapeDtypeStruct(*a) for a in args + ([((e, n // 128, k // 128), F32)] if self.fp8 else []))
+        return tuple(
+            jax.ShapeDtypeStruct(*a)
+            for a in args + ([((e, n // 128, k // 128), F32)] if self.fp8 else [])
+        )
 
 
 PROBLEMS = (
@@ -77,30 +83,51 @@ def lax_ragged_dot(x, w, sizes, scale=None):
 
 
 def jax_hopper(x, w, sizes, scale=None):
-    """jax.experimental.pallas.ops.gpu.ragged_dot_mgpu (wgmma). Scales: none, so e4m3 is tried as it is."""
+    """jax.experimental.pallas.ops.gpu.ragged_dot_mgpu (wgmma). Scales: none, so e4m3 is tried as it
+    is."""
     module = importlib.import_module(f"{_JAX}.ragged_dot_mgpu")
-    tiles = {"block_m": 64, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
+    tiles = {
+        "block_m": 64,
+        "block_n": 128,
+        "block_k": 64,
+        "max_concurrent_steps": 4,
+        "grid_block_n": 1,
+    }
     return module.ragged_dot(x, w, group_sizes=sizes, transpose_rhs=True, **tiles)
 
 
 def jax_blackwell(x, w, sizes, scale=None, *, collective: bool):
-    """jax.experimental.pallas.ops.gpu.blackwell_ragged_dot_mgpu (tcgen05); takes `[E, K, N]` only."""
-    module, matmul = importlib.import_module(f"{_JAX}.blackwell_ragged_dot_mgpu"), importlib.import_module(f"{_JAX}.blackwell_matmul_mgpu")
+    """jax.experimental.pallas.ops.gpu.blackwell_ragged_dot_mgpu (tcgen05); takes `[E,
+    K, N]` only."""
+    module, matmul = (
+        importlib.import_module(f"{_JAX}.blackwell_ragged_dot_mgpu"),
+        importlib.import_module(f"{_JAX}.blackwell_matmul_mgpu"),
+    )
     config = module.TuningConfig(
-        tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4, collective=collective, grid_tile_width=1,
+        tile_m=128,
+        tile_n=128,
+        tile_k=64,
+        max_concurrent_steps=4,
+        collective=collective,
+        grid_tile_width=1,
         grid_minor_dim=matmul.MatmulDimension.M,
-    )  # fmt: skip
+    )
     # it asks the process's first device, here a CPU, for its number of multiprocessors
-    with unittest.mock.patch.object(jax, "local_devices", lambda: [unittest.mock.Mock(core_count=148)]):
+    with unittest.mock.patch.object(
+        jax, "local_devices", lambda: [unittest.mock.Mock(core_count=148)]
+    ):
         return module.ragged_dot_kernel(x, w.mT, sizes, config)
 
 
 def tokamax(x, w, sizes, scale=None):
-    """tokamax.ragged_dot, Mosaic, its own choice of tiles. Scales: one per column and 128 of K, the finest it takes."""
+    """tokamax.ragged_dot, Mosaic, its own choice of tiles. Scales: one per column and 128 of K, the
+    finest it takes."""
     module = importlib.import_module("tokamax")
     if scale is not None:
         qwix = importlib.import_module("qwix")
-        w = qwix.QArray(qvalue=w.mT, scale=jnp.repeat(scale, 128, axis=1).mT.astype(BF16), qtype=FP8)
+        w = qwix.QArray(
+            qvalue=w.mT, scale=jnp.repeat(scale, 128, axis=1).mT.astype(BF16), qtype=FP8
+        )
         return module.ragged_dot(x, w, sizes, implementation="mosaic", preferred_element_type=BF16)
     return module.ragged_dot(x, w.mT, sizes, implementation="mosaic")
 
@@ -109,8 +136,14 @@ CANDIDATES: dict[str, tuple[Callable, str]] = {  # name -> (function, module it 
     "this project": (ours, "jax"),
     "lax.ragged_dot": (lax_ragged_dot, "jax"),
     "jax ragged_dot_mgpu": (jax_hopper, f"{_JAX}.ragged_dot_mgpu"),
-    "jax blackwell_ragged_dot_mgpu": (functools.partial(jax_blackwell, collective=False), f"{_JAX}.blackwell_ragged_dot_mgpu"),
-    "jax blackwell_ragged_dot_mgpu, collective": (functools.partial(jax_blackwell, collective=True), f"{_JAX}.blackwell_ragged_dot_mgpu"),
+    "jax blackwell_ragged_dot_mgpu": (
+        functools.partial(jax_blackwell, collective=False),
+        f"{_JAX}.blackwell_ragged_dot_mgpu",
+    ),
+    "jax blackwell_ragged_dot_mgpu, collective": (
+        functools.partial(jax_blackwell, collective=True),
+        f"{_JAX}.blackwell_ragged_dot_mgpu",
+    ),
     "tokamax": (tokamax, "tokamax"),
 }
 
@@ -137,8 +170,13 @@ def compile_one(fn: Callable, problem: Problem, target: str, dump: str) -> aot.R
 
 def reason(error: Exception) -> str:
     """The line of an error that says most: ptxas's, else the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "cannot be compiled" in line or "rror" in line.split(":")[0]), lines[0])[:220].replace("|", "/")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
+    return next(
+        (line for line in lines if "cannot be compiled" in line or "rror" in line.split(":")[0]),
+        lines[0],
+    )[:220].replace("|", "/")
 
 
 def rows(target: str, only: str | None) -> Iterator[str]:
@@ -150,7 +188,10 @@ def rows(target: str, only: str | None) -> Iterator[str]:
             print(f"{name}: {module} is not installed, skipped", file=sys.stderr)
             continue
         if "collective" in name and target != "B200":
-            print(f"{name}: not tried on {target}, where compiling it ends the process", file=sys.stderr)
+            print(
+                f"{name}: not tried on {target}, where compiling it ends the process",
+                file=sys.stderr,
+            )
             continue
         for problem in PROBLEMS:
             aot.empty(dump)
@@ -160,21 +201,35 @@ def rows(target: str, only: str | None) -> Iterator[str]:
             except Exception as error:  # a refusal is a result
                 yield f"{left} refused: {reason(error)} | | | |"
                 continue
-            used = f"{r.registers} / {r.spill_bytes} | {r.shared_bytes} | {r.matrix}" if r.registers else "XLA only | |"
-            yield f"{left} {used} | {r.temp_bytes / 1e6:.1f} MB = {r.temp_bytes / problem.weight_bytes:.2f} x weights |"
+            used = (
+                f"{r.registers} / {r.spill_bytes} | {r.shared_bytes} | {r.matrix}"
+                if r.registers
+                else "XLA only | |"
+            )
+            yield (
+                f"{left} {used} | {r.temp_bytes / 1e6:.1f} MB ="
+                f" {r.temp_bytes / problem.weight_bytes:.2f} x weights |"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", choices=sorted(aot.TARGETS), help="default: each in turn")
     parser.add_argument("--only", help="candidates whose name contains this")
     options = parser.parse_args()
-    if options.target is None:  # a process each: tokamax compiled for one kind of GPU fails for the next
+    if (
+        options.target is None
+    ):  # a process each: tokamax compiled for one kind of GPU fails for the next
         only = ["--only", options.only] if options.only else []
         for target in sorted(aot.TARGETS, reverse=True):
             subprocess.run([sys.executable, __file__, "--target", target, *only], check=True)
         return
-    print("| candidate | GPU | product | registers / spilled bytes | shared memory, bytes | tensor-core instructions | temporary memory |")
+    print(
+        "| candidate | GPU | product | registers / spilled bytes | shared memory, bytes |"
+        " tensor-core instructions | temporary memory |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     for row in rows(options.target, options.only):
         print(row, flush=True)

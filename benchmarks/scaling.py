@@ -1,12 +1,14 @@
-"""Cost of a step against batch size, context length and number of layers, beside what the machine allows.
+"""Cost of a step against batch size, context length and number of layers, beside what the machine
+allows.
 
     python benchmarks/scaling.py [--plot scaling.png] [--quick]
 
-Random weights of the demo model's shape (30 layers unless varied). Measured are the engine's own step programs on prepared inputs,
-minima over the repeats: decode steps against sequences, decode steps against keys per sequence, prefill steps against tokens, both
-against layers, and a decode step against the number of blocks in the pools, which must not matter. Limits: the bytes a step has to
-read (weights, and the keys and values in use) at the measured memory bandwidth, and its multiply-adds at the measured sgemm rate;
-the larger one binds.
+Random weights of the demo model's shape (30 layers unless varied). Measured are the engine's own
+step programs on prepared inputs, minima over the repeats: decode steps against sequences, decode
+steps against keys per sequence, prefill steps against tokens, both against layers, and a decode
+step against the number of blocks in the pools, which must not matter. Limits: the bytes a step has
+to read (weights, and the keys and values in use) at the measured memory bandwidth, and its
+multiply-adds at the measured sgemm rate; the larger one binds.
 """
 
 from __future__ import annotations
@@ -27,19 +29,29 @@ import numpy as np
 from limits import Limits, load_average, measure
 
 from deepinfer_jax.config import EngineArgs, EngineConfig
-from deepinfer_jax.loading import ModelSource, use_compilation_cache
-from deepinfer_jax.parallel import make_mesh
-from deepinfer_jax.programs import ProgramKey
-from deepinfer_jax.runner import ModelRunner
+from deepinfer_jax.runner.mesh import make_mesh
+from deepinfer_jax.runner.model_runner import ModelRunner
+from deepinfer_jax.runner.model_source import ModelSource, use_compilation_cache
+from deepinfer_jax.runner.programs import ProgramKey
 
 BLOCK = 16
 GROWTH = 64
 """Tokens that a decode point may move on by."""
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "rope_theta": 1e5, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,19 @@ class Point:
 
     def bytes_read(self) -> int:
         """Weights once, and every key and value that is attended to (float32)."""
-        return 4 * (self.body() + self.table()) + 4 * self.layers * 2 * 3 * 64 * self.sequences * self.context
+        return (
+            4 * (self.body() + self.table())
+            + 4 * self.layers * 2 * 3 * 64 * self.sequences * self.context
+        )
 
     def operations(self) -> float:
         """Multiply-adds of matmuls and of attention, times two."""
         pairs = self.sequences * self.context * (self.context / 2 if self.prefill else 1)
-        return 2 * self.body() * self.rows + 2 * self.table() * self.sequences + 4 * self.layers * 9 * 64 * pairs
+        return (
+            2 * self.body() * self.rows
+            + 2 * self.table() * self.sequences
+            + 4 * self.layers * 9 * 64 * pairs
+        )
 
     def body(self) -> int:
         hidden, inner = MODEL["hidden_size"], MODEL["intermediate_size"]
@@ -87,11 +106,19 @@ def make_runner(folder: Path, point: Point) -> ModelRunner:
     (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": point.layers}))
     pages = -(-point.room // BLOCK)
     args = EngineArgs(
-        str(folder), load_format="dummy", dtype="float32", max_model_len=point.room, max_num_seqs=point.sequences, block_size=BLOCK,
-        max_num_batched_tokens=max(point.rows, point.room), num_blocks=point.num_blocks or point.sequences * (pages + 1),
-        prefill_buckets=None if not point.prefill else (max(point.rows, point.room),), decode_buckets=(point.sequences,),
-        enable_penalties=False, max_logprobs=0,
-    )  # fmt: skip
+        str(folder),
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=point.room,
+        max_num_seqs=point.sequences,
+        block_size=BLOCK,
+        max_num_batched_tokens=max(point.rows, point.room),
+        num_blocks=point.num_blocks or point.sequences * (pages + 1),
+        prefill_buckets=None if not point.prefill else (max(point.rows, point.room),),
+        decode_buckets=(point.sequences,),
+        enable_penalties=False,
+        max_logprobs=0,
+    )
     source = ModelSource.find(args)
     config = EngineConfig.resolve(args, source.config)
     mesh = make_mesh(config.axes, jax.devices()[:1])
@@ -112,10 +139,14 @@ def step_inputs(runner: ModelRunner, point: Point) -> tuple[ProgramKey, np.ndarr
         key = ProgramKey("prefill", runner.config.prefill_buckets[0])
         layout, rows = runner._rows(key)
         view = {n: layout.view(rows[0], n) for n in layout.fields}
-        view["q_starts"][:] = np.minimum(np.arange(len(view["q_starts"])), point.sequences) * point.context
+        view["q_starts"][:] = (
+            np.minimum(np.arange(len(view["q_starts"])), point.sequences) * point.context
+        )
         view["kv_lens"][: point.sequences] = point.context
         view["block_tables"][: point.sequences] = tables(point, pages)
-        view["sample_seqs"][: point.sequences] = view["sample_slots"][: point.sequences] = np.arange(point.sequences)
+        view["sample_seqs"][: point.sequences] = view["sample_slots"][: point.sequences] = (
+            np.arange(point.sequences)
+        )
         view["num_samples"][...] = point.sequences
         return key, rows.reshape(-1)
     for at in range(0, point.sequences, 64):
@@ -138,7 +169,8 @@ def step_inputs(runner: ModelRunner, point: Point) -> tuple[ProgramKey, np.ndarr
 
 
 def measure_points(points: list[Point], repeats: int) -> list[float]:
-    """Seconds of each point's step, the least of the repeats; the points take turns, so that the machine's load is shared fairly.
+    """Seconds of each point's step, the least of the repeats; the points take turns, so that the
+    machine's load is shared fairly.
 
     Decode steps move on by a token each, within the block that follows.
     """
@@ -160,15 +192,33 @@ def measure_points(points: list[Point], repeats: int) -> list[float]:
 def sweeps(quick: bool) -> dict[str, tuple[str, list[int], list[Point]]]:
     """name -> (x axis, values, points)."""
     small = 4 if quick else 30
-    batch, context = ([1, 4], [64, 256]) if quick else ([1, 2, 4, 8, 16, 32, 64], [128, 512, 2048, 4096])
+    batch, context = (
+        ([1, 4], [64, 256]) if quick else ([1, 2, 4, 8, 16, 32, 64], [128, 512, 2048, 4096])
+    )
     tokens, layers = ([64, 128], [1, 2]) if quick else ([32, 128, 512, 2048], [1, 8, 15, 30, 61])
     pool = "blocks in the pools, 4 sequences of 128 keys"
     blocks = [64, 512] if quick else [256, 1024, 4096]
     return {
-        "decode, batch": ("sequences of 128 keys", batch, [Point(n, 128, layers=small) for n in batch]),
-        "decode, context": ("keys per sequence, 4 sequences", context, [Point(4, n, layers=small) for n in context]),
-        "prefill, tokens": ("tokens of one prompt", tokens, [Point(1, n, prefill=True, layers=small) for n in tokens]),
-        "decode, layers": ("layers, 4 sequences of 128 keys", layers, [Point(4, 128, layers=n) for n in layers]),
+        "decode, batch": (
+            "sequences of 128 keys",
+            batch,
+            [Point(n, 128, layers=small) for n in batch],
+        ),
+        "decode, context": (
+            "keys per sequence, 4 sequences",
+            context,
+            [Point(4, n, layers=small) for n in context],
+        ),
+        "prefill, tokens": (
+            "tokens of one prompt",
+            tokens,
+            [Point(1, n, prefill=True, layers=small) for n in tokens],
+        ),
+        "decode, layers": (
+            "layers, 4 sequences of 128 keys",
+            layers,
+            [Point(4, 128, layers=n) for n in layers],
+        ),
         "prefill, layers": (
             f"layers, {64 if quick else 512} tokens",
             layers,
@@ -182,14 +232,18 @@ def sweeps(quick: bool) -> dict[str, tuple[str, list[int], list[Point]]]:
     }
 
 
-def plot(path: str, results: dict[str, tuple[str, list[int], list[float], list[float], list[float]]]) -> None:
+def plot(
+    path: str, results: dict[str, tuple[str, list[int], list[float], list[float], list[float]]]
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    for ax, (name, (label, xs, seconds, memory, compute)) in zip(axes.flat, results.items(), strict=False):
+    for ax, (name, (label, xs, seconds, memory, compute)) in zip(
+        axes.flat, results.items(), strict=False
+    ):
         ax.plot(xs, np.array(seconds) * 1e3, "o-", label="measured")
         ax.plot(xs, np.array(memory) * 1e3, "--", label="limit: bytes read / bandwidth")
         ax.plot(xs, np.array(compute) * 1e3, ":", label="limit: multiply-adds / sgemm rate")
@@ -202,11 +256,17 @@ def plot(path: str, results: dict[str, tuple[str, list[int], list[float], list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plot", metavar="FILE", help="write the plots to FILE (needs matplotlib)")
-    parser.add_argument("--only", nargs="*", default=(), help="sweeps whose name holds one of these words")
+    parser.add_argument(
+        "--only", nargs="*", default=(), help="sweeps whose name holds one of these words"
+    )
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a few small points, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few small points, to see that it runs"
+    )
     args = parser.parse_args()
     use_compilation_cache()
     limits = measure(3 if args.quick else 7)
@@ -224,7 +284,10 @@ def main() -> None:
         results[name] = (label, xs, seconds, memory, compute)
         for x, s, m, c in _rows(xs, seconds, memory, compute):
             limit, binds = max((m, "memory"), (c, "compute"))
-            print(f"{name:18s} {x:6d} {1e3 * s:9.2f} {1e3 * limit:9.2f} {limit / s:8.0%}  {binds}", flush=True)
+            print(
+                f"{name:18s} {x:6d} {1e3 * s:9.2f} {1e3 * limit:9.2f} {limit / s:8.0%}  {binds}",
+                flush=True,
+            )
     if args.plot:
         plot(args.plot, results)
 

@@ -1,11 +1,12 @@
-"""Host cost of scheduling: a steady decode step (schedule + process_outputs), and a prefill step that admits 256 sequences.
+"""Host cost of scheduling: a steady decode step (schedule + process_outputs), and a prefill step
+that admits 256 sequences.
 
     python benchmarks/scheduler_overhead.py [--out DIR] [--drafts N]
 
-Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and writes
-DIR/scheduler_overhead.png (default: out/).
-CPU time of the scheduling thread, per step, so that other load on the machine does not count; steps in which sequences take
-new blocks are part of the run.
+Prints a table against the limits to hold (100 us at 256 running sequences, 500 us at 4096) and
+writes DIR/scheduler_overhead.png (default: out/). CPU time of the scheduling thread, per step, so
+that other load on the machine does not count; steps in which sequences take new blocks are part of
+the run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def make_scheduler(running: int, nextn: int, zos: bool) -> Scheduler:
 
 def add(s: Scheduler, count: int) -> None:
     for i in range(count):  # uneven lengths: block growth is spread over the steps as in service
-        s.add_request(Sequence(i, np.arange(1, PROMPT + i % 8), max_tokens=4000, eos_token_ids=(0,)))
+        s.add_request(
+            Sequence(i, np.arange(1, PROMPT + i % 8), max_tokens=4000, eos_token_ids=(0,))
+        )
 
 
 def decode_costs(running: int, nextn: int, zos: bool, steps: int) -> np.ndarray:
@@ -67,7 +70,8 @@ def decode_costs(running: int, nextn: int, zos: bool, steps: int) -> np.ndarray:
 
 
 def prefill_costs(admitted: int, repeats: int) -> np.ndarray:
-    """Microseconds of a prefill step that admits `admitted` sequences and of committing their first tokens."""
+    """Microseconds of a prefill step that admits `admitted` sequences and of committing their first
+    tokens."""
     costs = []
     for _ in range(repeats):
         s = make_scheduler(admitted, 0, False)
@@ -90,10 +94,18 @@ def plot(path: Path, rows: list[tuple[int, float, float]], prefill: float) -> No
     figure, axes = plt.subplots(figsize=(7, 4.5))
     axes.loglog(counts, medians, "o-", label="median decode step")
     axes.loglog(counts, p99, "o:", label="99th percentile")
-    axes.loglog(counts, [medians[0] * n / counts[0] for n in counts], "--", color="grey", label="linear growth")
+    axes.loglog(
+        counts,
+        [medians[0] * n / counts[0] for n in counts],
+        "--",
+        color="grey",
+        label="linear growth",
+    )
     axes.loglog(list(LIMITS_US), list(LIMITS_US.values()), "v", color="red", label="limit to hold")
     axes.set(
-        xlabel="running sequences", ylabel="host time per step (us)", title=f"Scheduler overhead (prefill admitting 256: {prefill:.0f} us)"
+        xlabel="running sequences",
+        ylabel="host time per step (us)",
+        title=f"Scheduler overhead (prefill admitting 256: {prefill:.0f} us)",
     )
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.grid(True, which="both", alpha=0.3)
@@ -103,7 +115,9 @@ def plot(path: Path, rows: list[tuple[int, float, float]], prefill: float) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--drafts", type=int, default=0)
@@ -116,9 +130,16 @@ def main() -> None:
         costs = decode_costs(running, arguments.drafts, arguments.zos, arguments.steps)
         rows.append((running, float(np.median(costs)), float(np.percentile(costs, 99))))
         limit = LIMITS_US.get(running)
-        verdict = "" if limit is None else f"  limit {limit:.0f}: {'held' if rows[-1][1] <= limit else 'MISSED'}"
+        verdict = (
+            ""
+            if limit is None
+            else f"  limit {limit:.0f}: {'held' if rows[-1][1] <= limit else 'MISSED'}"
+        )
         _, median, p99 = rows[-1]
-        print(f"decode, {running:5d} running: median {median:7.1f} us, p99 {p99:7.1f} us, {median / running:6.3f} us each{verdict}")
+        print(
+            f"decode, {running:5d} running: median {median:7.1f} us, p99 {p99:7.1f} us,"
+            f" {median / running:6.3f} us each{verdict}"
+        )
     prefill = float(np.median(prefill_costs(256, 20)))
     print(f"prefill admitting 256: median {prefill:.0f} us, {prefill / 256:.2f} us each")
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """DeepInfer-JAX: LLM inference in JAX with prefill and decode apart.
 
-Names are imported when first used: `import deepinfer_jax.scheduler` on a machine that only schedules loads no JAX.
+Names are imported when first used: `import deepinfer_jax.scheduler` on a machine that only
+schedules loads no JAX.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepinfer_jax.config import EngineArgs
-    from deepinfer_jax.engine import LLMEngine
+    from deepinfer_jax.engine.llm_engine import LLMEngine
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "llm",
-    "LLMEngine": "engine",
+    "LLMEngine": "engine.llm_engine",
     "EngineArgs": "config",
     "EngineType": "scheduler.roles",
     "SamplingParams": "sampling_params",

@@ -1,4 +1,5 @@
-"""EngineArgs: what a user may set. EngineConfig: the frozen, validated result, one field per decision."""
+"""EngineArgs: what a user may set. EngineConfig: the frozen, validated result, one field per
+decision."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ DEFAULT_MAX_MODEL_LEN = 4096
 class EngineArgs:
     """Arguments of an engine, with the reference's names where it has them.
 
-    model: a Hugging Face folder, a .gguf file, or "demo". Sizes are tokens, sequences or blocks; memory is bytes.
-    engine_type takes an EngineType, its name or its integer value.
+    model: a Hugging Face folder, a .gguf file, or "demo". Sizes are tokens, sequences or blocks;
+    memory is bytes. engine_type takes an EngineType, its name or its integer value.
     """
 
     model: str
@@ -36,9 +37,11 @@ class EngineArgs:
     served_model_name: str = "deepinfer-model"
     """The model's name in metrics and log lines."""
     load_format: str = "auto"
-    """Where weights come from: "auto" reads the checkpoint, "dummy" makes random weights from config.json alone."""
+    """Where weights come from: "auto" reads the checkpoint, "dummy" makes random weights from
+    config.json alone."""
     dtype: str = "auto"
-    """Of weights and activations: float32, bfloat16, float16, or auto (float32 on CPUs, else bfloat16)."""
+    """Of weights and activations: float32, bfloat16, float16, or auto (float32 on CPUs, else
+    bfloat16)."""
     kv_cache_dtype: str = "auto"
     """Of the KV cache; auto: the same as dtype."""
     quantization: str | None = None
@@ -48,9 +51,11 @@ class EngineArgs:
     engine_type: EngineType | str | int = EngineType.NORMAL
     """The role: NORMAL, PROMPT or COMPLETION."""
     max_model_len: int | None = None
-    """Most tokens of a sequence, prompt and output together; by default the model's limit, 4096 at most."""
+    """Most tokens of a sequence, prompt and output together; by default the model's limit, 4096 at
+    most."""
     max_num_batched_tokens: int | None = None
-    """Most tokens of a prefill step; without chunked_prefill at least max_model_len, which is the default's lower bound."""
+    """Most tokens of a prefill step; without chunked_prefill at least max_model_len, which is the
+    default's lower bound."""
     max_num_seqs: int = 256
     """Most sequences decoded together, per data-parallel rank."""
     block_size: int = 16
@@ -68,7 +73,8 @@ class EngineArgs:
     enable_prefix_caching: bool = False
     """Share the blocks of equal prompt beginnings."""
     data_parallel_size: int = 0
-    """Attention replicas, each with its own scheduler and cache; 0: as many as expert_parallel_size."""
+    """Attention replicas, each with its own scheduler and cache; 0: as many as
+    expert_parallel_size."""
     expert_parallel_size: int = 1
     """Ranks that the experts are spread over."""
     tensor_parallel_size: int = 1
@@ -84,7 +90,8 @@ class EngineArgs:
     max_logprobs: int = 20
     """The most log-probabilities per token a request may ask for."""
     enable_penalties: bool = True
-    """Keep token counts per slot on the device, which repetition, presence and frequency penalties need."""
+    """Keep token counts per slot on the device, which repetition, presence and frequency penalties
+    need."""
     prefill_buckets: tuple[int, ...] | None = None
     """Token counts that prefill programs are compiled for."""
     decode_buckets: tuple[int, ...] | None = None
@@ -102,19 +109,24 @@ class EngineArgs:
     metrics_host: str = "127.0.0.1"
     """The address the metrics are served on."""
     prefill_attempt_interval: int | None = None
-    """NORMAL: decode steps between two votes to prefill if all ranks want to; None: DEEPINFER_PREFILL_ATTEMPT_INTERVAL (70)."""
+    """NORMAL: decode steps between two votes to prefill if all ranks want to; None:
+    DEEPINFER_PREFILL_ATTEMPT_INTERVAL (70)."""
     prefill_any_attempt_interval: int | None = None
     """NORMAL: the same if any rank wants to; None: DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL (100)."""
     kv_store: str | None = None
-    """Folder of a KV store: computed prefixes are saved there, and read instead of computed; processes may share it."""
+    """Folder of a KV store: computed prefixes are saved there, and read instead of computed;
+    processes may share it."""
     kv_store_bytes: int | None = None
-    """The most bytes the KV store may take on disk, least recently used ones going first; None: no limit."""
+    """The most bytes the KV store may take on disk, least recently used ones going first; None: no
+    limit."""
     kv_host_bytes: int = 0
     """Host memory for computed prefixes, in front of the KV store or without one; 0: none."""
     kv_store_write: str = "through"
-    """When saved prefixes reach the disk: "through" at once, "back" when host memory is full or the engine closes."""
+    """When saved prefixes reach the disk: "through" at once, "back" when host memory is full or the
+    engine closes."""
     kv_store_namespace: str = "shared"
-    """Who may read what is saved: "shared" everybody (cache_salt keeps apart), "user" only requests of the same user_id."""
+    """Who may read what is saved: "shared" everybody (cache_salt keeps apart), "user" only requests
+    of the same user_id."""
     snapshot_on_sigterm: str | None = None
     """Folder for a snapshot of all live requests that SIGTERM takes before the process ends."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
@@ -125,12 +137,15 @@ class EngineArgs:
         if self.tokenizer is None:
             self.tokenizer = self.model
         environ.apply_role_defaults(self.engine_type.policy)
-        if self.zero_overhead_scheduling is None:  # read now: a later engine of this process may have another role
+        if (
+            self.zero_overhead_scheduling is None
+        ):  # read now: a later engine of this process may have another role
             self.zero_overhead_scheduling = bool(environ.get("ZERO_OVERHEAD_SCHEDULING"))
 
 
 def parse_engine_type(value: EngineType | str | int) -> EngineType:
-    """EngineType.PROMPT, "prompt", "PROMPT" or 1 -> EngineType.PROMPT; anything else is a ValueError."""
+    """EngineType.PROMPT, "prompt", "PROMPT" or 1 -> EngineType.PROMPT; anything else is a
+    ValueError."""
     try:
         return EngineType[value.upper()] if isinstance(value, str) else EngineType(value)
     except (KeyError, ValueError):
@@ -140,7 +155,8 @@ def parse_engine_type(value: EngineType | str | int) -> EngineType:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine decides at construction. Built by `EngineConfig.resolve`, never changed afterwards."""
+    """Everything an engine decides at construction. Built by `EngineConfig.resolve`, never changed
+    afterwards."""
 
     args: EngineArgs
     role: EngineType
@@ -177,38 +193,58 @@ class EngineConfig:
 
     @classmethod
     def resolve(cls, args: EngineArgs, model_config: Any) -> EngineConfig:
-        """Check `args` against the model and the role; raises ValueError with the value and the limit."""
+        """Check `args` against the model and the role; raises ValueError with the value and the
+        limit."""
         role = parse_engine_type(args.engine_type)
         policy = role.policy
         axes = _axes(args)
         if args.context_parallel_size != 1:
             if not policy.allows_context_parallel:
                 raise ValueError(
-                    f"a {role.name} engine refuses context parallelism, got context_parallel_size={args.context_parallel_size}"
+                    f"a {role.name} engine refuses context parallelism, got"
+                    f" context_parallel_size={args.context_parallel_size}"
                 )
-            raise ValueError(f"context_parallel_size must be 1 with the models here, got {args.context_parallel_size}")
+            raise ValueError(
+                "context_parallel_size must be 1 with the models here, got"
+                f" {args.context_parallel_size}"
+            )
         if args.quantization not in QUANTISATIONS:
             raise ValueError(f"unknown quantization {args.quantization!r}; known: {QUANTISATIONS}")
         if not 0 < args.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}")
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}"
+            )
         for name in ("max_num_seqs", "block_size", "num_decode_steps"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
         if args.engine_type.policy.allows_recompute is False and not args.stop_preempted_request:
-            raise ValueError(f"a {role.name} engine cannot recompute preempted requests: it needs stop_preempted_request=True")
-        if args.kv_store_write not in ("through", "back") or args.kv_store_namespace not in ("shared", "user"):
             raise ValueError(
-                f"kv_store_write must be through or back, kv_store_namespace shared or user, got {args.kv_store_write!r} and "
-                f"{args.kv_store_namespace!r}"
+                f"a {role.name} engine cannot recompute preempted requests: it needs"
+                " stop_preempted_request=True"
+            )
+        if args.kv_store_write not in ("through", "back") or args.kv_store_namespace not in (
+            "shared",
+            "user",
+        ):
+            raise ValueError(
+                "kv_store_write must be through or back, kv_store_namespace shared or user, got"
+                f" {args.kv_store_write!r} and {args.kv_store_namespace!r}"
             )
         if args.kv_store_write == "back" and not args.kv_host_bytes:
-            raise ValueError("kv_store_write='back' keeps prefixes in host memory first: it needs kv_host_bytes")
+            raise ValueError(
+                "kv_store_write='back' keeps prefixes in host memory first: it needs kv_host_bytes"
+            )
         nextn = 0  # no draft head is loaded by the models here; the scheduler takes any number
         limit = model_config.max_position_embeddings
         max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
         if not 1 < max_model_len <= limit:
-            raise ValueError(f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings), got {max_model_len}")
-        batched = args.max_num_batched_tokens or max(max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + nextn))
+            raise ValueError(
+                f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings), got"
+                f" {max_model_len}"
+            )
+        batched = args.max_num_batched_tokens or max(
+            max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + nextn)
+        )
         dtype = _dtype("dtype", args.dtype)
         return cls(
             args=args,
@@ -216,7 +252,11 @@ class EngineConfig:
             axes=axes,
             context_parallel_size=args.context_parallel_size,
             dtype=dtype,
-            kv_dtype=dtype if args.kv_cache_dtype == "auto" else _dtype("kv_cache_dtype", args.kv_cache_dtype),
+            kv_dtype=(
+                dtype
+                if args.kv_cache_dtype == "auto"
+                else _dtype("kv_cache_dtype", args.kv_cache_dtype)
+            ),
             quantization=args.quantization,
             max_model_len=max_model_len,
             max_num_batched_tokens=batched,
@@ -224,12 +264,21 @@ class EngineConfig:
             block_size=args.block_size,
             zos=bool(args.zero_overhead_scheduling),
             nextn=nextn,
-            prefill_buckets=_buckets("prefill_buckets", args.prefill_buckets, 16, batched) if policy.does_prefill else (),
-            decode_buckets=_buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs) if policy.does_decode else (),
+            prefill_buckets=(
+                _buckets("prefill_buckets", args.prefill_buckets, 16, batched)
+                if policy.does_prefill
+                else ()
+            ),
+            decode_buckets=(
+                _buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs)
+                if policy.does_decode
+                else ()
+            ),
         )
 
     def scheduler_config(self, num_blocks: int, num_state_slots: int = 0) -> SchedulerConfig:
-        """The scheduler's view of this engine, one per DP rank. num_state_slots: rows of the StateCaches, 0 without any."""
+        """The scheduler's view of this engine, one per DP rank. num_state_slots: rows of the
+        StateCaches, 0 without any."""
         a = self.args
         return SchedulerConfig(
             role=self.role,
@@ -244,9 +293,14 @@ class EngineConfig:
             zos=self.zos,
             context_parallel_size=self.context_parallel_size,
             num_state_slots=num_state_slots,
-            enable_prefix_caching=a.enable_prefix_caching or (self.uses_kv_store and self.policy.does_prefill),
-            prefill_attempt_interval=_or_environment(a.prefill_attempt_interval, "PREFILL_ATTEMPT_INTERVAL"),
-            prefill_any_attempt_interval=_or_environment(a.prefill_any_attempt_interval, "PREFILL_ANY_ATTEMPT_INTERVAL"),
+            enable_prefix_caching=a.enable_prefix_caching
+            or (self.uses_kv_store and self.policy.does_prefill),
+            prefill_attempt_interval=_or_environment(
+                a.prefill_attempt_interval, "PREFILL_ATTEMPT_INTERVAL"
+            ),
+            prefill_any_attempt_interval=_or_environment(
+                a.prefill_any_attempt_interval, "PREFILL_ANY_ATTEMPT_INTERVAL"
+            ),
             prefill_max_sum_seqlen_k=environ.get("PREFILL_MAX_SUM_SEQLEN_K"),
             **a.scheduler_options,
         )
@@ -275,9 +329,11 @@ def _dtype(name: str, value: str) -> Any:
 
 
 def bucket_sizes(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two and the midpoints between them, up to `largest` itself: neighbours differ by at most 1.5x.
+    """Powers of two and the midpoints between them, up to `largest` itself: neighbours differ by at
+    most 1.5x.
 
-    16, 100 -> (16, 24, 32, 48, 64, 96, 100). With sizes spread evenly the mean padding is about 17 %.
+    16, 100 -> (16, 24, 32, 48, 64, 96, 100). With sizes spread evenly the mean padding is about 17
+    %.
     """
     sizes, base = set(), smallest
     while base < largest:
@@ -286,7 +342,9 @@ def bucket_sizes(smallest: int, largest: int) -> tuple[int, ...]:
     return (*sorted(sizes), largest)
 
 
-def _buckets(name: str, given: tuple[int, ...] | None, smallest: int, largest: int) -> tuple[int, ...]:
+def _buckets(
+    name: str, given: tuple[int, ...] | None, smallest: int, largest: int
+) -> tuple[int, ...]:
     if given is None:
         return bucket_sizes(smallest, largest)
     sizes = tuple(sorted(set(given)))

@@ -1,7 +1,8 @@
 """Environment variables of the engine, prefix `DEEPINFER_`.
 
-Each is read once, when first asked for, and cached: `environ.get("PREFILL_ATTEMPT_INTERVAL")`. A change of `os.environ`
-shows only after `rearm(name)`. Roles provide defaults with set-if-unset semantics, so an operator's explicit value wins.
+Each is read once, when first asked for, and cached: `environ.get("PREFILL_ATTEMPT_INTERVAL")`. A
+change of `os.environ` shows only after `rearm(name)`. Roles provide defaults with set-if-unset
+semantics, so an operator's explicit value wins.
 """
 
 from __future__ import annotations
@@ -41,30 +42,48 @@ def parse_token_ranges(text: str) -> tuple[int, ...]:
 
 VARIABLES: dict[str, Variable] = {
     # role defaults are written into these two
-    "ZERO_OVERHEAD_SCHEDULING": Variable(True, parse_bool, "schedule step N+1 before step N's tokens are read"),
+    "ZERO_OVERHEAD_SCHEDULING": Variable(
+        True, parse_bool, "schedule step N+1 before step N's tokens are read"
+    ),
     "USE_MULTIMODAL_POOL": Variable(True, parse_bool, "keep image features in a pool"),
     # scheduling
-    "PREFILL_ATTEMPT_INTERVAL": Variable(70, int, "decode steps between prefill votes that need all ranks"),
-    "PREFILL_ANY_ATTEMPT_INTERVAL": Variable(100, int, "decode steps between prefill votes that need any rank"),
-    "PREFILL_MAX_SUM_SEQLEN_K": Variable(2**30, int, "limit of the summed key lengths of a prefill step"),
+    "PREFILL_ATTEMPT_INTERVAL": Variable(
+        70, int, "decode steps between prefill votes that need all ranks"
+    ),
+    "PREFILL_ANY_ATTEMPT_INTERVAL": Variable(
+        100, int, "decode steps between prefill votes that need any rank"
+    ),
+    "PREFILL_MAX_SUM_SEQLEN_K": Variable(
+        2**30, int, "limit of the summed key lengths of a prefill step"
+    ),
     "NUM_STATE_SLOTS_RATIO": Variable(1.2, float, "state rows per running slot"),
     # drafts
     "USE_NEXTN_DECODE": Variable(5, int, "drafts per decode step, for models with a draft head"),
-    "ENABLE_MTP_VARLEN": Variable(False, parse_bool, "choose the number of drafts by their confidence"),
+    "ENABLE_MTP_VARLEN": Variable(
+        False, parse_bool, "choose the number of drafts by their confidence"
+    ),
     # experts
     "OVERRIDE_NUM_EXTRA_EXPERTS": Variable(0, int, "redundant experts"),
     "EXPERT_COUNT_WINDOW_SIZE": Variable(100, int, "steps of expert load kept"),
-    "EXPERT_REARRANGEMENT_STEP_INTERVAL": Variable(0, int, "steps between rearrangements, 0: never"),
-    "REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE": Variable(False, parse_bool, "NORMAL: rearrange at the step after a prefill"),
+    "EXPERT_REARRANGEMENT_STEP_INTERVAL": Variable(
+        0, int, "steps between rearrangements, 0: never"
+    ),
+    "REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE": Variable(
+        False, parse_bool, "NORMAL: rearrange at the step after a prefill"
+    ),
     # sampling
     "SAMPLER_FORCE_TOPK": Variable(0, int, "restrict sampling to this many logits, 0: off"),
-    "DECODE_TOKEN_BLACKLIST": Variable((), parse_token_ranges, 'token ids never sampled, such as "0..3,7"'),
+    "DECODE_TOKEN_BLACKLIST": Variable(
+        (), parse_token_ranges, 'token ids never sampled, such as "0..3,7"'
+    ),
     "BATCH_INVARIANT": Variable(False, parse_bool, "results do not depend on the batch"),
     # engine
     "ENFORCE_EAGER": Variable(False, parse_bool, "compile nothing ahead"),
     "JIT_CACHE_DIR": Variable("", str, "persistent compilation cache"),
     "LOGGING_INTERVAL_STEP": Variable(100, int, "steps between log lines, <= 0: off"),
-    "GC_INTERVAL_STEP": Variable(1000, int, "without effect: collections were measured not to hold up steps"),
+    "GC_INTERVAL_STEP": Variable(
+        1000, int, "without effect: collections were measured not to hold up steps"
+    ),
     "MULTIMODAL_POOL_SIZE_GB": Variable(8.0, float, "size of the image feature pool"),
     "XGRAMMAR_TIMEOUT": Variable(20.0, float, "seconds a grammar may compile"),
 }
@@ -74,7 +93,8 @@ _defaults_set: dict[str, str] = {}
 
 
 def get(name: str):
-    """Value of `DEEPINFER_<name>`. Raises KeyError for an unknown variable, ValueError naming a malformed one."""
+    """Value of `DEEPINFER_<name>`. Raises KeyError for an unknown variable, ValueError naming a
+    malformed one."""
     if name not in _snapshot:
         _snapshot[name] = _read(name)
     return _snapshot[name]
@@ -115,7 +135,8 @@ def rearm(*names: str) -> None:
 
 
 def set_default(name: str, value: str | bool | int | float) -> None:
-    """Sets `DEEPINFER_<name>` unless it is set, and re-reads just that one. Booleans are written as "1" and "0"."""
+    """Sets `DEEPINFER_<name>` unless it is set, and re-reads just that one. Booleans are written as
+    "1" and "0"."""
     os.environ.setdefault(PREFIX + name, str(int(value)) if isinstance(value, bool) else str(value))
     rearm(name)
 

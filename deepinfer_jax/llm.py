@@ -12,37 +12,40 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from deepinfer_jax import environ
-from deepinfer_jax.admission import PromptInput
 from deepinfer_jax.config import EngineArgs
-from deepinfer_jax.disaggregate import DisaggregatedEngine
-from deepinfer_jax.engine import LLMEngine
+from deepinfer_jax.disagg.config import DisaggregationConfig
+from deepinfer_jax.disagg.deployment import DisaggregatedEngine
+from deepinfer_jax.engine.admission import PromptInput
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
-from deepinfer_jax.pd_config import DisaggregationConfig
-from deepinfer_jax.remote import RemoteEngine
+from deepinfer_jax.rpc.client import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
-from deepinfer_jax.tokenizer import Tokenizer
+from deepinfer_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from deepinfer_jax.snapshot import SnapshotJob
+    from deepinfer_jax.snapshot.job import SnapshotJob
 
 Message = Mapping[str, Any]
 
 OFFLINE_PREFILL_INTERVAL = 16
-"""Decode steps between attempts to prefill: 70, the engine's default, keeps places empty for long when a batch is larger than
-max_num_seqs (7 % of the throughput of 600 prompts on 32 places in `deepinfer-jax simulate`); below 16 nothing more is gained."""
+"""Decode steps between attempts to prefill: 70, the engine's default, keeps places empty for long
+when a batch is larger than max_num_seqs (7 % of the throughput of 600 prompts on 32 places in
+`deepinfer-jax simulate`); below 16 nothing more is gained."""
 
 
 class LLM:
     """An engine for offline use: `generate`, `stream`, `chat`.
 
-    model: a Hugging Face folder, a .gguf file, or "demo" (a small real model that comes with the package's dependencies).
-    Every other keyword is a field of `EngineArgs`. Differences from an engine's defaults, because nobody waits for a single
-    request here: preempted requests are recomputed instead of stopped, programs are compiled when first needed (warm_up=True
-    compiles them all at construction), and waiting prompts take freed places after OFFLINE_PREFILL_INTERVAL decode steps
-    (unless DEEPINFER_PREFILL_ATTEMPT_INTERVAL is set).
+    model: a Hugging Face folder, a .gguf file, or "demo" (a small real model that comes with the
+    package's dependencies). Every other keyword is a field of `EngineArgs`. Differences from an
+    engine's defaults, because nobody waits for a single request here: preempted requests are
+    recomputed instead of stopped, programs are compiled when first needed (warm_up=True compiles
+    them all at construction), and waiting prompts take freed places after OFFLINE_PREFILL_INTERVAL
+    decode steps (unless DEEPINFER_PREFILL_ATTEMPT_INTERVAL is set).
 
     >>> with LLM("demo", max_model_len=512) as llm:
-    ...     print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text)
+    ...     print(llm.generate("The capital of France is",
+    SamplingParams(max_tokens=8))[0].outputs[0].text)
     """
 
     def __init__(
@@ -67,21 +70,27 @@ class LLM:
         router_options: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        """decode_sequence=False leaves `text` empty for all requests (token ids only). devices: default all.
+        """decode_sequence=False leaves `text` empty for all requests (token ids only). devices:
+        default all.
 
-        disaggregate="2P:1D" prefills on two engines and decodes on a third, each with its own devices and thread. prompt_mesh and
-        completion_mesh give arguments to one role only ({"data_parallel_size": 2, "devices": [...]}); either alone means 1P:1D.
-        disaggregation: further fields of `DisaggregationConfig` (time-outs, router, reservations).
-        router="host:port" builds no engine: requests go to a deployment of other processes, which keeps its own arguments. Then
-        model says only where to find a tokenizer. router_options: further arguments of `RemoteEngine` (secret, time-out).
-        A warm-up shows a progress bar on stderr.
+        disaggregate="2P:1D" prefills on two engines and decodes on a third, each with its own
+        devices and thread. prompt_mesh and completion_mesh give arguments to one role only
+        ({"data_parallel_size": 2, "devices": [...]}); either alone means 1P:1D. disaggregation:
+        further fields of `DisaggregationConfig` (time-outs, router, reservations).
+        router="host:port" builds no engine: requests go to a deployment of other processes, which
+        keeps its own arguments. Then model says only where to find a tokenizer. router_options:
+        further arguments of `RemoteEngine` (secret, time-out). A warm-up shows a progress bar on
+        stderr.
         """
         self._decode = decode_sequence
         self._serial = itertools.count()
         self.engine: LLMEngine | DisaggregatedEngine | RemoteEngine
         if router is not None:
             if engine_args or disaggregate is not None:
-                raise ValueError(f"with router={router!r} the engines' arguments are theirs; got {sorted(engine_args) or 'disaggregate'}")
+                raise ValueError(
+                    f"with router={router!r} the engines' arguments are theirs; got"
+                    f" {sorted(engine_args) or 'disaggregate'}"
+                )
             self.engine = RemoteEngine(router, model, tokenizer, **(router_options or {}))
             return
         if model is None:
@@ -107,9 +116,11 @@ class LLM:
             return
         args = EngineArgs(**fields)
         with tqdm(desc="compiling", unit="program", disable=not warm_up, dynamic_ncols=True) as bar:
-            self.engine = LLMEngine(args, devices=devices, warm_up_progress=partial(show_warm_up, bar))
+            self.engine = LLMEngine(
+                args, devices=devices, warm_up_progress=partial(show_warm_up, bar)
+            )
 
-    # ---- generation ------------------------------------------------------------------------------------------------
+    # ---- generation ------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -121,11 +132,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for one prompt or many; returns one RequestOutput each, in input order.
 
-        prompts: text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of them ([] gives []).
-        sampling_params: one for all, or one per prompt. Raises ValueError, before anything runs, if a prompt or a parameter
-        is invalid; a prompt that is merely too long ends with finish_reason "prompt_length_exceeded".
+        prompts: text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of them
+        ([] gives []). sampling_params: one for all, or one per prompt. Raises ValueError, before
+        anything runs, if a prompt or a parameter is invalid; a prompt that is merely too long ends
+        with finish_reason "prompt_length_exceeded".
         """
-        requests = self._requests(prompts, prompt_token_ids, sampling_params, RequestOutputKind.FINAL_ONLY)
+        requests = self._requests(
+            prompts, prompt_token_ids, sampling_params, RequestOutputKind.FINAL_ONLY
+        )
         ids = self._add_all(requests)
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
@@ -149,11 +163,14 @@ class LLM:
         *,
         prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yields increments (RequestOutputKind.DELTA) of all prompts as they come; `request_id` is the prompt's index as text.
+        """Yields increments (RequestOutputKind.DELTA) of all prompts as they come; `request_id` is
+        the prompt's index as text.
 
         Closing the iterator early aborts what is left.
         """
-        requests = self._requests(prompts, prompt_token_ids, sampling_params, RequestOutputKind.DELTA)
+        requests = self._requests(
+            prompts, prompt_token_ids, sampling_params, RequestOutputKind.DELTA
+        )
         ids = self._add_all(requests)
         return self._stream(ids)
 
@@ -181,20 +198,31 @@ class LLM:
         tools: Seq[Any] | None = None,
         **template_args: Any,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or a list of them, rendered with the checkpoint's chat template."""
+        """`generate` for one conversation or a list of them, rendered with the checkpoint's chat
+        template."""
         prompts = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools, **template_args
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            tools=tools,
+            **template_args,
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def render_chat(self, messages: Seq[Message] | Seq[Seq[Message]], **template_args: Any) -> list[list[int]]:
+    def render_chat(
+        self, messages: Seq[Message] | Seq[Seq[Message]], **template_args: Any
+    ) -> list[list[int]]:
         """Token ids of one conversation or a list of them."""
         if self.engine.tokenizer is None:
-            raise ValueError("chat needs a tokenizer with a chat template; the model folder has none")
+            raise ValueError(
+                "chat needs a tokenizer with a chat template; the model folder has none"
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [self.engine.tokenizer.apply_chat_template(m, **template_args) for m in conversations]
+        return [
+            self.engine.tokenizer.apply_chat_template(m, **template_args) for m in conversations
+        ]
 
-    # ---- plumbing --------------------------------------------------------------------------------------------------
+    # ---- plumbing --------------------------------------------------------------------------------
 
     def _requests(
         self, prompts: Any, prompt_token_ids: Any, sampling_params: Any, kind: RequestOutputKind
@@ -207,12 +235,19 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(batch):
-            raise ValueError(f"{len(params)} sampling_params for {len(batch)} prompts: give one for all or one each")
+            raise ValueError(
+                f"{len(params)} sampling_params for {len(batch)} prompts: give one for all or one"
+                " each"
+            )
         detokenize = {} if self._decode else {"detokenize": False}
-        return [(p, s.replace(output_kind=kind, **detokenize)) for p, s in zip(batch, params, strict=True)]
+        return [
+            (p, s.replace(output_kind=kind, **detokenize))
+            for p, s in zip(batch, params, strict=True)
+        ]
 
     def _add_all(self, requests: list[tuple[PromptInput, SamplingParams]]) -> list[str]:
-        """Queues all or none. Ids never repeat, so outputs of an abandoned call cannot be taken for this one's."""
+        """Queues all or none. Ids never repeat, so outputs of an abandoned call cannot be taken for
+        this one's."""
         call = next(self._serial)
         ids: list[str] = []
         try:
@@ -227,7 +262,8 @@ class LLM:
         return ids
 
     def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
-        """Steps the engine until every id has ended; outputs of other calls' requests are dropped with their call."""
+        """Steps the engine until every id has ended; outputs of other calls' requests are dropped
+        with their call."""
         left = set(ids)
         while left:
             for output in self.engine.step():
@@ -242,23 +278,29 @@ class LLM:
         while self.engine.num_unfinished_requests == 0 and self.engine.has_unfinished_requests():
             self.engine.step()
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     def snapshot(self, path: str | Path) -> SnapshotJob:
-        """Saves all live requests with their KV while they go on; from another thread, or between the outputs of `stream`.
+        """Saves all live requests with their KV while they go on; from another thread, or between
+        the outputs of `stream`.
 
         `.wait()` returns once the snapshot is complete on disk. See `LLMEngine.snapshot`.
         """
         return self.engine.snapshot(path)
 
     def restore(self, path: str | Path, *, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Takes a snapshot's requests over and generates to their end; one output each, in the order they once came in.
+        """Takes a snapshot's requests over and generates to their end; one output each, in the
+        order they once came in.
 
-        A request that streamed increments gives its last one only. Raises SnapshotError, SnapshotMismatch or ValueError before
-        anything runs.
+        A request that streamed increments gives its last one only. Raises SnapshotError,
+        SnapshotMismatch or ValueError before anything runs.
         """
         ids = self.engine.restore(path)
-        used = [int(call) for call, dash, _ in (i.partition("-") for i in ids) if dash and call.isdigit()]
+        used = [
+            int(call)
+            for call, dash, _ in (i.partition("-") for i in ids)
+            if dash and call.isdigit()
+        ]
         self._serial = itertools.count(max(used, default=-1) + 1 + next(self._serial))
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
@@ -294,10 +336,13 @@ def show_warm_up(bar: tqdm, program: str, done: int, count: int) -> None:
 
 
 def as_batch(prompts: Any) -> list[PromptInput]:
-    """One prompt (text, mapping, or a flat list of ids) or a list of prompts -> a list of prompts."""
+    """One prompt (text, mapping, or a flat list of ids) or a list of prompts -> a list
+    of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = list(prompts)
-    if prompts and all(not isinstance(p, str | Mapping) and not hasattr(p, "__len__") for p in prompts):
+    if prompts and all(
+        not isinstance(p, str | Mapping) and not hasattr(p, "__len__") for p in prompts
+    ):
         return [prompts]
     return prompts

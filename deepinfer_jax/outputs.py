@@ -18,12 +18,14 @@ class Logprob:
 
 
 LogprobDict = dict[int, Logprob]
-"""Token id -> Logprob: the sampled (or prompt) token and the N most probable ones, at one position."""
+"""Token id -> Logprob: the sampled (or prompt) token and the N most probable ones, at one position.
+"""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.time()`, and its counters. None: not reached yet."""
+    """Times of one request, in seconds of `time.time()`, and its counters. None: not
+    reached yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -45,14 +47,19 @@ class RequestMetrics:
     @property
     def time_per_output_token(self) -> float | None:
         """Mean seconds between generated tokens after the first; None with fewer than two."""
-        if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
+        if (
+            self.first_token_time is None
+            or self.last_token_time is None
+            or self.num_generation_tokens < 2
+        ):
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` completions of a request (or its newest part, with RequestOutputKind.DELTA)."""
+    """One of the `n` completions of a request (or its newest part, with
+    RequestOutputKind.DELTA)."""
 
     index: int
     text: str
@@ -62,7 +69,8 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     """One dictionary per entry of token_ids; None unless `logprobs` was asked for."""
     finish_reason: str | None = None
-    """None while running; "stop", "length", "abort", "prompt_length_exceeded" or "insufficient_system_resource"."""
+    """None while running; "stop", "length", "abort", "prompt_length_exceeded" or
+    "insufficient_system_resource"."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for EOS and for every other reason."""
 
@@ -72,14 +80,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request after a step: the whole of it, or what is new, as its `output_kind` says."""
+    """State of one request after a step: the whole of it, or what is new, as its `output_kind`
+    says."""
 
     request_id: str
     prompt: str | None
     """The prompt's text; None where the request was given as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[LogprobDict | None] | None = None
-    """One entry per prompt token, the first one None; None unless `prompt_logprobs` was asked for."""
+    """One entry per prompt token, the first one None; None unless `prompt_logprobs` was asked for.
+    """
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     """True once every completion has finished."""

@@ -27,10 +27,12 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options of one request. The names are those vLLM users know; every field is checked at construction.
+    """Sampling options of one request. The names are those vLLM users know; every field is checked
+    at construction.
 
-    Order of operations: repetition, presence and frequency penalties, `logit_bias`, then (unless greedy) temperature,
-    `min_p`, `top_k`, `top_p`, and one draw per generated token from a counter-based generator keyed by (seed, position).
+    Order of operations: repetition, presence and frequency penalties, `logit_bias`, then (unless
+    greedy) temperature, `min_p`, `top_k`, `top_p`, and one draw per generated token from a
+    counter-based generator keyed by (seed, position).
 
     Raises ValueError that names the field, the value and the limit.
     """
@@ -46,7 +48,8 @@ class SamplingParams:
     min_p: float = 0.0
     """In [0, 1]: drop tokens less probable than min_p times the most probable one."""
     repetition_penalty: float = 1.0
-    """> 0; above 1 makes tokens of the prompt and of the output less probable (logit / penalty, or * penalty if negative)."""
+    """> 0; above 1 makes tokens of the prompt and of the output less probable (logit / penalty, or
+    * penalty if negative)."""
     presence_penalty: float = 0.0
     """In [-2, 2]: subtracted once from the logit of every token already generated."""
     frequency_penalty: float = 0.0
@@ -58,11 +61,13 @@ class SamplingParams:
     max_tokens: int | None = 16
     """The most tokens to generate. 0 is taken as 1; None: up to the engine's max_model_len."""
     min_tokens: int = 0
-    """EOS and stop tokens cannot be sampled, and stop strings do not count, until so many tokens are generated."""
+    """EOS and stop tokens cannot be sampled, and stop strings do not count, until so many tokens
+    are generated."""
     stop: str | Sequence[str] | None = None
     """Strings that end the request when generated. Kept as a tuple."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the request when generated, beside the model's EOS ids. Kept as a tuple."""
+    """Token ids that end the request when generated, beside the model's EOS ids. Kept as a tuple.
+    """
     ignore_eos: bool = False
     """Go on after an EOS token (stop_token_ids still count)."""
     include_stop_str_in_output: bool = False
@@ -70,9 +75,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Accepted so that scripts port. The decoders of tokenizer.json never put spaces between special tokens."""
+    """Accepted so that scripts port. The decoders of tokenizer.json never put spaces between
+    special tokens."""
     logprobs: int | None = None
-    """Log-probabilities per generated token: the N most probable and the sampled one (0: only the sampled one)."""
+    """Log-probabilities per generated token: the N most probable and the sampled one (0: only the
+    sampled one)."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
     detokenize: bool = True
@@ -107,14 +114,19 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """True where logits depend on the tokens before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
     def child(self, index: int) -> Self:
-        """Parameters of completion `index` (0-based) of `n`: n=1 and, where a seed is given, its own seed."""
+        """Parameters of completion `index` (0-based) of `n`: n=1 and, where a seed is given, its
+        own seed."""
         seed = None if self.seed is None else (self.seed + index) % 2**64
         return self.replace(n=1, seed=seed)
 
@@ -126,15 +138,21 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Parameters from a mapping such as one line of a JSONL file; an unknown name raises ValueError."""
+        """Parameters from a mapping such as one line of a JSONL file; an unknown name raises
+        ValueError."""
         known = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
                 close = difflib.get_close_matches(str(name), known, n=1)
-                raise ValueError(f"unknown sampling parameter {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+                raise ValueError(
+                    f"unknown sampling parameter {name!r}"
+                    + (f"; did you mean {close[0]!r}?" if close else "")
+                )
         values = dict(values)
         if isinstance(values.get("logit_bias"), Mapping):  # JSON keys are strings
-            values["logit_bias"] = {_int_from_text("logit_bias key", k): v for k, v in values["logit_bias"].items()}
+            values["logit_bias"] = {
+                _int_from_text("logit_bias key", k): v for k, v in values["logit_bias"].items()
+            }
         if isinstance(values.get("output_kind"), str):
             values["output_kind"] = _output_kind(values["output_kind"])
         return cls(**values)
@@ -145,17 +163,27 @@ class SamplingParams:
     def _resolve_aliases(self) -> None:
         if self.top_logprobs is not None:
             _check_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-            self._take_alias("top_logprobs", "logprobs", self.top_logprobs or self.logprobs, unset=None)
+            self._take_alias(
+                "top_logprobs", "logprobs", self.top_logprobs or self.logprobs, unset=None
+            )
         if self.seq_seed is not None:
             self._take_alias("seq_seed", "seed", self.seq_seed, unset=None)
         if self.first_n_token_no_eos is not None:
             _check_int("first_n_token_no_eos", self.first_n_token_no_eos, 0)
-            self._take_alias("first_n_token_no_eos", "min_tokens", self.first_n_token_no_eos or self.min_tokens, unset=0)
+            self._take_alias(
+                "first_n_token_no_eos",
+                "min_tokens",
+                self.first_n_token_no_eos or self.min_tokens,
+                unset=0,
+            )
 
     def _take_alias(self, alias: str, name: str, value: Any, *, unset: Any) -> None:
         current = getattr(self, name)
         if current != unset and current != value:
-            raise ValueError(f"{alias}={getattr(self, alias)!r} is an alias of {name}, which is given as {current!r}")
+            raise ValueError(
+                f"{alias}={getattr(self, alias)!r} is an alias of {name}, which is given as"
+                f" {current!r}"
+            )
         self._set(name, value)
         self._set(alias, None)
 
@@ -165,11 +193,16 @@ class SamplingParams:
             if isinstance(value, bool):  # the reference's prompt_logprobs is a switch
                 self._set(name, 1 if value else None)
         stop = self.stop
-        self._set("stop", () if stop is None else (stop,) if isinstance(stop, str) else _as_tuple("stop", stop))
+        self._set(
+            "stop",
+            () if stop is None else (stop,) if isinstance(stop, str) else _as_tuple("stop", stop),
+        )
         self._set("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+                raise ValueError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
+                )
             self._set("logit_bias", dict(self.logit_bias) or None)
         if self.top_k == 0 and not isinstance(self.top_k, bool):
             self._set("top_k", -1)
@@ -201,7 +234,9 @@ class SamplingParams:
         if self.max_tokens == 0:
             self._set("max_tokens", 1)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
 
     def _check_rest(self) -> None:
         for text in self.stop:
@@ -210,8 +245,17 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_int("stop_token_ids entry", token, 0)
         if self.stop and not self.detokenize:
-            raise ValueError(f"stop={list(self.stop)!r} needs detokenize=True: stop strings are looked for in the text")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
+            raise ValueError(
+                f"stop={list(self.stop)!r} needs detokenize=True: stop strings are looked for in"
+                " the text"
+            )
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("user_id", "cache_salt"):
@@ -238,7 +282,14 @@ def _check_int(name: str, value: Any, low: int | None = None, high: int | None =
         raise ValueError(f"{name} must be {_limits(low, high)}, got {value}")
 
 
-def _check_number(name: str, value: Any, low: float | None = None, high: float | None = None, *, above_low: bool = False) -> None:
+def _check_number(
+    name: str,
+    value: Any,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above_low: bool = False,
+) -> None:
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):
@@ -269,4 +320,6 @@ def _output_kind(name: str) -> RequestOutputKind:
     try:
         return RequestOutputKind[name.upper()]
     except KeyError:
-        raise ValueError(f"output_kind must be one of {[k.name for k in RequestOutputKind]}, got {name!r}") from None
+        raise ValueError(
+            f"output_kind must be one of {[k.name for k in RequestOutputKind]}, got {name!r}"
+        ) from None

@@ -1,6 +1,8 @@
-"""Array ops that depend on the device: paged attention, KV writes, grouped matmuls; each with an XLA path and GPU kernels.
+"""Array ops that depend on the device: paged attention, KV writes, grouped matmuls; each with an
+XLA path and GPU kernels.
 
-Ops pick their implementation from the table in `dispatch` at trace time; `explain()` tells what was picked and why.
+Ops pick their implementation from the table in `dispatch` at trace time; `explain()` tells what was
+picked and why.
 """
 
 from __future__ import annotations

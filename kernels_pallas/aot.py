@@ -1,11 +1,14 @@
 """Compile every kernel for GPUs that are not there, and report what the compiler made of them.
 
-    JAX_PLATFORMS=cpu python -m deepinfer_jax.kernels_pallas.aot [--target H200] [--only paged_decode] [--json out.json]
+    JAX_PLATFORMS=cpu python -m deepinfer_jax.kernels_pallas.aot [--target H200] [--only \
+        paged_decode] [--json out.json]
 
-Needs jax-cuda13-plugin in the version of jax, ptxas and libdevice (a CUDA 13 toolkit, or the wheels nvidia-cuda-nvcc and nvidia-nvvm);
-nvdisasm on the PATH or as a wheel adds the count of tensor-core instructions in the final code (else those of the PTX are counted).
-For each target the dispatch table chooses; where it refuses a kernel the fallback is compiled instead, and the report says why.
-Fails (exit 1) when something does not compile, a kernel spills registers or uses no tensor cores, or a pool is copied.
+Needs jax-cuda13-plugin in the version of jax, ptxas and libdevice (a CUDA 13 toolkit, or the wheels
+nvidia-cuda-nvcc and nvidia-nvvm); nvdisasm on the PATH or as a wheel adds the count of tensor-core
+instructions in the final code (else those of the PTX are counted). For each target the dispatch
+table chooses; where it refuses a kernel the fallback is compiled instead, and the report says why.
+Fails (exit 1) when something does not compile, a kernel spills registers or uses no tensor cores,
+or a pool is copied.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def _struct(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program: `fn(*args)`; donate: the argument that must come back in place; inputs: what op and shapes are called."""
+    """One program: `fn(*args)`; donate: the argument that must come back in place; inputs: what op
+    and shapes are called."""
 
     op: str
     name: str
@@ -60,7 +64,8 @@ class Case:
 
 @dataclasses.dataclass
 class Report:
-    """What one case became on one target. matrix: HGMMA or tcgen05 (or HMMA) instructions in the code."""
+    """What one case became on one target. matrix: HGMMA or tcgen05 (or HMMA) instructions in the
+    code."""
 
     target: str
     op: str
@@ -79,32 +84,77 @@ class Report:
 def _attention_cases() -> Iterator[Case]:
     s, pages, blocks, t = 64, 128, 8192, 4096
     decode = (_struct((s, pages), _I32), _struct((s,), _I32))
-    prefill = (_struct((16, pages), _I32), _struct((16,), _I32), _struct((17,), _I32), _struct((t,), _I32))
+    prefill = (
+        _struct((16, pages), _I32),
+        _struct((16,), _I32),
+        _struct((17,), _I32),
+        _struct((t,), _I32),
+    )
     sinks = _struct((32,), _F32)
     for dtype, tag in ((_BF16, "bf16"), (_FP8, "e4m3")):
         for d in (64, 128):
             pool = _struct((blocks, 16, 8, d), dtype)
             call = functools.partial(paged_decode, scale=d**-0.5)
-            yield Case("paged_decode", f"gqa {d} {tag}", call, (_struct((s, 32, d), _BF16), pool, pool, *decode))
+            yield Case(
+                "paged_decode",
+                f"gqa {d} {tag}",
+                call,
+                (_struct((s, 32, d), _BF16), pool, pool, *decode),
+            )
             call = functools.partial(ragged_prefill, scale=d**-0.5)
-            yield Case("ragged_prefill", f"gqa {d} {tag}", call, (_struct((t, 32, d), _BF16), pool, pool, *prefill))
+            yield Case(
+                "ragged_prefill",
+                f"gqa {d} {tag}",
+                call,
+                (_struct((t, 32, d), _BF16), pool, pool, *prefill),
+            )
         pool = _struct((blocks, 16, 8, 128), dtype)
-        call = functools.partial(lambda *a, fn: fn(*a[:-1], scale=0.1, sinks=a[-1], sliding_window=128), fn=paged_decode)
-        yield Case("paged_decode", f"gqa 128 {tag} window sinks", call, (_struct((s, 32, 128), _BF16), pool, pool, *decode, sinks))
-        call = functools.partial(lambda *a, fn: fn(*a[:-1], scale=0.1, sinks=a[-1], sliding_window=128), fn=ragged_prefill)
-        yield Case("ragged_prefill", f"gqa 128 {tag} window sinks", call, (_struct((t, 32, 128), _BF16), pool, pool, *prefill, sinks))
+        call = functools.partial(
+            lambda *a, fn: fn(*a[:-1], scale=0.1, sinks=a[-1], sliding_window=128), fn=paged_decode
+        )
+        yield Case(
+            "paged_decode",
+            f"gqa 128 {tag} window sinks",
+            call,
+            (_struct((s, 32, 128), _BF16), pool, pool, *decode, sinks),
+        )
+        call = functools.partial(
+            lambda *a, fn: fn(*a[:-1], scale=0.1, sinks=a[-1], sliding_window=128),
+            fn=ragged_prefill,
+        )
+        yield Case(
+            "ragged_prefill",
+            f"gqa 128 {tag} window sinks",
+            call,
+            (_struct((t, 32, 128), _BF16), pool, pool, *prefill, sinks),
+        )
         latent = _struct((blocks, 64, 1, 576), dtype)
         for heads in (16, 128):
-            call = functools.partial(lambda q, k, *a, fn: fn(q, k, None, *a, scale=0.07, v_dim=512), fn=paged_decode)
-            yield Case("paged_decode", f"mla {heads} heads {tag}", call, (_struct((s, heads, 576), _BF16), latent, *decode))
-        call = functools.partial(lambda q, k, *a, fn: fn(q, k, None, *a, scale=0.07, v_dim=512), fn=ragged_prefill)
+            call = functools.partial(
+                lambda q, k, *a, fn: fn(q, k, None, *a, scale=0.07, v_dim=512), fn=paged_decode
+            )
+            yield Case(
+                "paged_decode",
+                f"mla {heads} heads {tag}",
+                call,
+                (_struct((s, heads, 576), _BF16), latent, *decode),
+            )
+        call = functools.partial(
+            lambda q, k, *a, fn: fn(q, k, None, *a, scale=0.07, v_dim=512), fn=ragged_prefill
+        )
         yield Case(
-            "ragged_prefill", f"mla absorbed {tag}", call, (_struct((256, 128, 576), _BF16), latent, *prefill[:3], _struct((256,), _I32))
+            "ragged_prefill",
+            f"mla absorbed {tag}",
+            call,
+            (_struct((256, 128, 576), _BF16), latent, *prefill[:3], _struct((256,), _I32)),
         )
     k, v = _struct((4096, 16, 16, 192), _BF16), _struct((4096, 16, 16, 128), _BF16)
     yield Case(
-        "ragged_prefill", "mla expanded bf16", functools.partial(ragged_prefill, scale=0.07), (_struct((t, 16, 192), _BF16), k, v, *prefill)
-    )  # fmt: skip
+        "ragged_prefill",
+        "mla expanded bf16",
+        functools.partial(ragged_prefill, scale=0.07),
+        (_struct((t, 16, 192), _BF16), k, v, *prefill),
+    )
 
 
 def _expert_cases() -> Iterator[Case]:
@@ -112,19 +162,37 @@ def _expert_cases() -> Iterator[Case]:
     sizes = _struct((e,), _I32)
     for rows, label in ((512, "decode"), (32768, "prefill")):
         x = _struct((rows, k), _BF16)
-        yield Case("grouped_matmul", f"bf16 {label}", grouped_matmul, (x, _struct((e, n, k), _BF16), sizes))
-        call = functools.partial(lambda x, g, d, s, w, fn: fn(x, g, d, s, row_weights=w), fn=moe_experts)
+        yield Case(
+            "grouped_matmul", f"bf16 {label}", grouped_matmul, (x, _struct((e, n, k), _BF16), sizes)
+        )
+        call = functools.partial(
+            lambda x, g, d, s, w, fn: fn(x, g, d, s, row_weights=w), fn=moe_experts
+        )
         weights = (_struct((e, 2 * n, k), _BF16), _struct((e, k, n), _BF16))
-        yield Case("moe_experts", f"bf16 {label}", call, (x, *weights, sizes, _struct((rows,), _F32)))
-        call = functools.partial(lambda x, g, d, s, gs, ds, fn: fn(x, g, d, s, scales=(gs, ds)), fn=moe_experts)
+        yield Case(
+            "moe_experts", f"bf16 {label}", call, (x, *weights, sizes, _struct((rows,), _F32))
+        )
+        call = functools.partial(
+            lambda x, g, d, s, gs, ds, fn: fn(x, g, d, s, scales=(gs, ds)), fn=moe_experts
+        )
         weights = (_struct((e, 2 * n, k), _FP8), _struct((e, k, n), _FP8))
-        scales = (_struct((e, 2 * n // 128, k // 128), _F32), _struct((e, k // 128, n // 128), _F32))
+        scales = (
+            _struct((e, 2 * n // 128, k // 128), _F32),
+            _struct((e, k // 128, n // 128), _F32),
+        )
         yield Case("moe_experts", f"e4m3 blocks {label}", call, (x, *weights, sizes, *scales))
 
 
 def _dense_cases() -> Iterator[Case]:
-    for rows, n, k in ((64, 7168, 16384), (256, 24576, 1536)):  # DeepSeek-V3's attention output and query projections
-        args = (_struct((rows, k), _BF16), _struct((n, k), _FP8), _struct((n // 128, k // 128), _F32))
+    for rows, n, k in (
+        (64, 7168, 16384),
+        (256, 24576, 1536),
+    ):  # DeepSeek-V3's attention output and query projections
+        args = (
+            _struct((rows, k), _BF16),
+            _struct((n, k), _FP8),
+            _struct((n // 128, k // 128), _F32),
+        )
         yield Case("block_scaled_matmul", f"e4m3 {rows} rows", block_scaled_matmul, args)
 
 
@@ -144,26 +212,43 @@ def gpu_target(name: str, devices: int = 1) -> Iterator[Mesh]:
     from jax.experimental import topologies
 
     config, capability = TARGETS[name]
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=f"1x1x{devices}")
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=config, topology=f"1x1x{devices}"
+    )
     with jax.default_device(topology.devices[0]), dispatch.use_target("cuda", capability):
         yield Mesh(np.array(topology.devices), ("x",))
 
 
 def check(case: Case, target: str, dump: str | None = None) -> Report:
-    """Compile `case` for `target`. dump: the folder MOSAIC_GPU_DUMP_TO names, for registers and instructions."""
+    """Compile `case` for `target`. dump: the folder MOSAIC_GPU_DUMP_TO names, for registers and
+    instructions."""
     report = Report(target, case.op, case.name)
     with gpu_target(target) as mesh:
         dispatch.reset_explain()
         sharding = NamedSharding(mesh, PartitionSpec())
-        args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), case.args)
+        args = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), case.args
+        )
         donate = () if case.donate is None else (case.donate,)
-        compiled = jax.jit(case.fn, donate_argnums=donate, out_shardings=sharding).trace(*args).lower().compile()
+        compiled = (
+            jax.jit(case.fn, donate_argnums=donate, out_shardings=sharding)
+            .trace(*args)
+            .lower()
+            .compile()
+        )
         choice = next(c for c in dispatch.choices() if c.op == case.op)
     report.implementation = choice.name
     report.refused = "; ".join(f"{name}: {why}" for name, why in choice.refused)
     memory = compiled.memory_analysis()
-    report.temp_bytes, report.argument_bytes = memory.temp_size_in_bytes, memory.argument_size_in_bytes
-    if case.donate is not None and memory.alias_size_in_bytes < case.args[case.donate].size * case.args[case.donate].dtype.itemsize:
+    report.temp_bytes, report.argument_bytes = (
+        memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes,
+    )
+    if (
+        case.donate is not None
+        and memory.alias_size_in_bytes
+        < case.args[case.donate].size * case.args[case.donate].dtype.itemsize
+    ):
         report.problem = f"only {memory.alias_size_in_bytes} bytes of the donated pool are aliased"
     if choice.name != "xla" and dump:
         read_dump(report, dump)
@@ -171,13 +256,22 @@ def check(case: Case, target: str, dump: str | None = None) -> Report:
 
 
 def read_dump(report: Report, dump: str) -> None:
-    """Registers, spills, shared memory and tensor-core instructions of the kernels dumped since the folder was emptied; worst of them."""
-    texts = {kind: [path.read_text() for path in Path(dump).glob(f"*.{kind}")] for kind in ("ptxas", "resources.txt")}
+    """Registers, spills, shared memory and tensor-core instructions of the kernels dumped since the
+    folder was emptied; worst of them."""
+    texts = {
+        kind: [path.read_text() for path in Path(dump).glob(f"*.{kind}")]
+        for kind in ("ptxas", "resources.txt")
+    }
     logs = "\n".join(texts["ptxas"])
     report.registers = max(map(int, re.findall(r"Used (\d+) registers", logs)), default=None)
     report.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill", logs)))
     report.shared_bytes = max(
-        (int(n) for text in texts["resources.txt"] for n in re.findall(r"smem_scratch_bytes=(\d+)", text)), default=None
+        (
+            int(n)
+            for text in texts["resources.txt"]
+            for n in re.findall(r"smem_scratch_bytes=(\d+)", text)
+        ),
+        default=None,
     )
     kernels = sorted(glob.glob(f"{dump}/*.ptx"))
     report.matrix = " + ".join(_matrix_instructions(ptx) for ptx in kernels)
@@ -190,7 +284,11 @@ def read_dump(report: Report, dump: str) -> None:
 @functools.cache
 def _nvdisasm() -> str | None:
     spec = importlib.util.find_spec("nvidia")
-    wheels = [f for p in (spec.submodule_search_locations if spec else []) for f in glob.glob(f"{p}/**/bin/nvdisasm", recursive=True)]
+    wheels = [
+        f
+        for p in (spec.submodule_search_locations if spec else [])
+        for f in glob.glob(f"{p}/**/bin/nvdisasm", recursive=True)
+    ]
     return shutil.which("nvdisasm") or next(iter(wheels), None)
 
 
@@ -201,7 +299,9 @@ def _matrix_instructions(ptx: str) -> str:
     if _nvdisasm() and shutil.which("ptxas"):
         cubin = f"{ptx}.cubin"
         subprocess.run(["ptxas", "-arch", arch, ptx, "-o", cubin], check=True, capture_output=True)
-        code = subprocess.run([_nvdisasm(), cubin], check=True, capture_output=True, text=True).stdout
+        code = subprocess.run(
+            [_nvdisasm(), cubin], check=True, capture_output=True, text=True
+        ).stdout
         counts = collections.Counter(re.findall(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA)\b", code))
         return ", ".join(f"{n} {name}" for name, n in counts.items()) or "0"
     counts = collections.Counter(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma)\b", text))
@@ -215,7 +315,9 @@ def empty(folder: str) -> None:
 
 def run(targets: list[str], only: str | None) -> list[Report]:
     """Check every case on every target; prints one line each as it goes."""
-    dump = os.environ.setdefault("MOSAIC_GPU_DUMP_TO", tempfile.mkdtemp(prefix="mosaic-"))  # read by Mosaic when it compiles
+    dump = os.environ.setdefault(
+        "MOSAIC_GPU_DUMP_TO", tempfile.mkdtemp(prefix="mosaic-")
+    )  # read by Mosaic when it compiles
     reports = []
     for target in targets:
         for case in cases():
@@ -225,7 +327,12 @@ def run(targets: list[str], only: str | None) -> list[Report]:
             try:
                 report = check(case, target, dump)
             except Exception as error:  # the report goes on to the other kernels; main() fails
-                report = Report(target, case.op, case.name, problem=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                report = Report(
+                    target,
+                    case.op,
+                    case.name,
+                    problem=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                )
             reports.append(report)
             print(_line(report), flush=True)
     return reports
@@ -233,14 +340,23 @@ def run(targets: list[str], only: str | None) -> list[Report]:
 
 def _line(r: Report) -> str:
     left = f"{r.target} {r.op:15} {r.name:28} {r.implementation:11}"
-    used = f"{r.registers} regs, {r.spill_bytes} spilled, {r.shared_bytes} B shared, {r.matrix}; " if r.registers else ""
+    used = (
+        f"{r.registers} regs, {r.spill_bytes} spilled, {r.shared_bytes} B shared, {r.matrix}; "
+        if r.registers
+        else ""
+    )
     refused = f" [{r.refused}]" if r.refused and r.implementation == "xla" else ""
     failed = f"  FAILED: {r.problem}" if r.problem else ""
-    return f"{left} {used}temp {r.temp_bytes / 2**20:.1f} MiB of {r.argument_bytes / 2**20:.0f}{refused}{failed}"
+    return (
+        f"{left} {used}temp {r.temp_bytes / 2**20:.1f} MiB of"
+        f" {r.argument_bytes / 2**20:.0f}{refused}{failed}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all")
     parser.add_argument("--only", help="cases whose op and name contain this text")
     parser.add_argument("--json", help="write the reports to this file")

@@ -1,4 +1,5 @@
-"""The layers of a dense decoder for one decode step: one call where a backend can, layer by layer elsewhere."""
+"""The layers of a dense decoder for one decode step: one call where a backend can, layer by layer
+elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import jax
 from .dispatch import dispatch
 
 Weights = tuple[jax.Array, ...]
-"""A kernel and, quantised, its companions, as `cpu_matmul.matmul_nt` describes them (int4: kernel, group, scale)."""
+"""A kernel and, quantised, its companions, as `cpu_matmul.matmul_nt` describes them (int4: kernel,
+group, scale)."""
 
 
 class LayerWeights(NamedTuple):
@@ -29,7 +31,8 @@ class LayerWeights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One row per sequence. cos, sin: f32 [M, rotated / 2] (channel i pairs with i + rotated / 2); the rest i32, as in StepBatch."""
+    """One row per sequence. cos, sin: f32 [M, rotated / 2] (channel i pairs with i + rotated / 2);
+    the rest i32, as in StepBatch."""
 
     cos: jax.Array
     sin: jax.Array
@@ -57,14 +60,25 @@ def decoder_layers(
     separate: Callable[[], Result],
     implementation: str | None = None,
 ) -> Result:
-    """x [M, hidden] through all layers and the last norm; keys, values: each layer's pools [N, bs, KH, D], this step's rows written.
+    """x [M, hidden] through all layers and the last norm; keys, values: each layer's pools [N, bs,
+    KH, D], this step's rows written.
 
-    eps: of all norms; scale: of the scores. separate: computes the same by ops of their own; it runs where nothing else can.
+    eps: of all norms; scale: of the scores. separate: computes the same by ops of their own; it
+    runs where nothing else can.
     """
     return dispatch(
-        "decoder_layers", x, rows, tuple(layers), last_norm, tuple(keys), tuple(values), eps=eps, scale=scale, separate=separate,
+        "decoder_layers",
+        x,
+        rows,
+        tuple(layers),
+        last_norm,
+        tuple(keys),
+        tuple(values),
+        eps=eps,
+        scale=scale,
+        separate=separate,
         implementation=implementation,
-    )  # fmt: skip
+    )
 
 
 def separate_layers(*_, separate: Callable[[], Result], **__) -> Result:

@@ -1,9 +1,12 @@
-"""One table that says which implementation runs an op: (op, platform, compute capability, shapes) -> function.
+"""One table that says which implementation runs an op: (op, platform, compute capability, shapes)
+-> function.
 
-Order of preference is the order of the table. An implementation is refused with a reason (wrong platform, capability, dtype or
-shape limit) and the next one is tried; the last one of each op is the XLA path, which takes everything. Overrides, strongest first:
-the op's `implementation` argument, then the environment variable `DEEPINFER_KERNELS="paged_decode=xla,grouped_matmul=mosaic"`.
-An override that cannot run is an error, never a silent fallback.
+Order of preference is the order of the table. An implementation is refused with a reason (wrong
+platform, capability, dtype or shape limit) and the next one is tried; the last one of each op is
+the XLA path, which takes everything. Overrides, strongest first: the op's `implementation`
+argument, then the environment variable
+`DEEPINFER_KERNELS="paged_decode=xla,grouped_matmul=mosaic"`. An override that cannot run is an
+error, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -23,22 +26,28 @@ ENVIRONMENT_VARIABLE = "DEEPINFER_KERNELS"
 
 @dataclass(frozen=True)
 class Target:
-    """What the traced program is compiled for. capability: CUDA compute capability (major, minor); None off CUDA."""
+    """What the traced program is compiled for. capability: CUDA compute capability (major, minor);
+    None off CUDA."""
 
     platform: str
     capability: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return self.platform if self.capability is None else f"{self.platform} sm_{self.capability[0]}{self.capability[1]}"
+        return (
+            self.platform
+            if self.capability is None
+            else f"{self.platform} sm_{self.capability[0]}{self.capability[1]}"
+        )
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One way to run an op.
 
-    path: "module:function" below this package, imported on first use so that a CPU process never loads GPU code.
-    check: "module:function" called with the op's arguments; returns why they are refused, or None. None: takes everything.
-    platforms / capabilities: where it runs; an empty tuple means everywhere. capabilities are majors.
+    path: "module:function" below this package, imported on first use so that a CPU process never
+    loads GPU code. check: "module:function" called with the op's arguments; returns why they are
+    refused, or None. None: takes everything. platforms / capabilities: where it runs; an empty
+    tuple means everywhere. capabilities are majors.
     """
 
     op: str
@@ -51,7 +60,8 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of one selection: what runs, why, and what was refused (name, reason) on the way."""
+    """The outcome of one selection: what runs, why, and what was refused (name, reason)
+    on the way."""
 
     op: str
     target: Target
@@ -67,38 +77,101 @@ class Choice:
 _HOPPER = (("cuda",), (9,))
 
 TABLE: tuple[Implementation, ...] = (
-    Implementation("decoder_layers", "native", "cpu_decoder:decoder_layers_native", ("cpu",), (), "cpu_decoder:refusal"),
+    Implementation(
+        "decoder_layers",
+        "native",
+        "cpu.decoder:decoder_layers_native",
+        ("cpu",),
+        (),
+        "cpu.decoder:refusal",
+    ),
     Implementation("decoder_layers", "separate", "decoder_layers:separate_layers"),
     Implementation("kv_write", "xla", "kv_write:kv_write_xla"),
-    Implementation("take_blocks", "native", "cpu_blocks:take_native", ("cpu",), (), "cpu_blocks:refusal"),
+    Implementation(
+        "take_blocks", "native", "cpu.blocks:take_native", ("cpu",), (), "cpu.blocks:refusal"
+    ),
     Implementation("take_blocks", "loop", "copy_blocks:take_loop", ("cpu",)),
     Implementation("take_blocks", "xla", "copy_blocks:take_xla"),
-    Implementation("put_blocks", "native", "cpu_blocks:put_native", ("cpu",), (), "cpu_blocks:refusal"),
+    Implementation(
+        "put_blocks", "native", "cpu.blocks:put_native", ("cpu",), (), "cpu.blocks:refusal"
+    ),
     Implementation("put_blocks", "loop", "copy_blocks:put_loop", ("cpu",)),
     Implementation("put_blocks", "xla", "copy_blocks:put_xla"),
-    Implementation("paged_decode", "mosaic", "paged_decode_mosaic:paged_decode_mosaic", *_HOPPER, "paged_decode_mosaic:refusal"),
-    Implementation("paged_decode", "mosaic_mla", "mla_decode_mosaic:mla_decode_mosaic", *_HOPPER, "mla_decode_mosaic:refusal"),
-    Implementation("paged_decode", "native", "cpu_paged_decode:paged_decode_native", ("cpu",), (), "cpu_paged_decode:refusal"),
+    Implementation(
+        "paged_decode",
+        "mosaic",
+        "mosaic.paged_decode:paged_decode_mosaic",
+        *_HOPPER,
+        "mosaic.paged_decode:refusal",
+    ),
+    Implementation(
+        "paged_decode",
+        "mosaic_mla",
+        "mosaic.mla_decode:mla_decode_mosaic",
+        *_HOPPER,
+        "mosaic.mla_decode:refusal",
+    ),
+    Implementation(
+        "paged_decode",
+        "native",
+        "cpu.paged_decode:paged_decode_native",
+        ("cpu",),
+        (),
+        "cpu.paged_decode:refusal",
+    ),
     Implementation("paged_decode", "xla", "paged_decode:paged_decode_xla"),
-    Implementation("ragged_prefill", "mosaic", "ragged_prefill_mosaic:ragged_prefill_mosaic", *_HOPPER, "ragged_prefill_mosaic:refusal"),
-    Implementation("ragged_prefill", "mosaic_mla", "mla_decode_mosaic:mla_prefill_mosaic", *_HOPPER, "mla_decode_mosaic:prefill_refusal"),
-    Implementation("ragged_prefill", "native", "cpu_ragged_prefill:ragged_prefill_native", ("cpu",), (), "cpu_ragged_prefill:refusal"),
+    Implementation(
+        "ragged_prefill",
+        "mosaic",
+        "mosaic.ragged_prefill:ragged_prefill_mosaic",
+        *_HOPPER,
+        "mosaic.ragged_prefill:refusal",
+    ),
+    Implementation(
+        "ragged_prefill",
+        "mosaic_mla",
+        "mosaic.mla_decode:mla_prefill_mosaic",
+        *_HOPPER,
+        "mosaic.mla_decode:prefill_refusal",
+    ),
+    Implementation(
+        "ragged_prefill",
+        "native",
+        "cpu.ragged_prefill:ragged_prefill_native",
+        ("cpu",),
+        (),
+        "cpu.ragged_prefill:refusal",
+    ),
     Implementation("ragged_prefill", "xla", "ragged_prefill:ragged_prefill_xla"),
-    Implementation("grouped_matmul", "mosaic", "grouped_matmul_mosaic:grouped_matmul_mosaic", *_HOPPER, "grouped_matmul_mosaic:refusal"),
+    Implementation(
+        "grouped_matmul",
+        "mosaic",
+        "mosaic.grouped_matmul:grouped_matmul_mosaic",
+        *_HOPPER,
+        "mosaic.grouped_matmul:refusal",
+    ),
     Implementation("grouped_matmul", "xla", "grouped_matmul:grouped_matmul_xla"),
     Implementation(
         "block_scaled_matmul",
         "mosaic",
-        "grouped_matmul_mosaic:block_scaled_matmul_mosaic",
+        "mosaic.grouped_matmul:block_scaled_matmul_mosaic",
         *_HOPPER,
-        "grouped_matmul_mosaic:block_scaled_refusal",
+        "mosaic.grouped_matmul:block_scaled_refusal",
     ),
     Implementation("block_scaled_matmul", "xla", "grouped_matmul:block_scaled_matmul_xla"),
-    Implementation("moe_experts", "mosaic", "grouped_matmul_mosaic:moe_experts_mosaic", *_HOPPER, "grouped_matmul_mosaic:experts_refusal"),
+    Implementation(
+        "moe_experts",
+        "mosaic",
+        "mosaic.grouped_matmul:moe_experts_mosaic",
+        *_HOPPER,
+        "mosaic.grouped_matmul:experts_refusal",
+    ),
     Implementation("moe_experts", "xla", "grouped_matmul:moe_experts_xla"),
 )
 
-_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("deepinfer_kernel_target", default=None)
+_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
+    "deepinfer_kernel_target", default=None
+)
 _chosen: dict[Choice, None] = {}
 
 
@@ -108,9 +181,11 @@ def normalize_platform(platform: str) -> str:
 
 @contextlib.contextmanager
 def use_target(platform: str, capability: tuple[int, int] | None = None) -> Iterator[Target]:
-    """Trace the enclosed programs for `platform` ("cpu", "cuda") and CUDA compute capability, e.g. ("cuda", (9, 0)) for an H200.
+    """Trace the enclosed programs for `platform` ("cpu", "cuda") and CUDA compute capability, e.g.
+    ("cuda", (9, 0)) for an H200.
 
-    Needed only to compile for a device that is not the process's default one (ahead-of-time compilation).
+    Needed only to compile for a device that is not the process's default one (ahead-of-time
+    compilation).
     """
     target = Target(normalize_platform(platform), capability)
     token = _target.set(target)
@@ -130,7 +205,8 @@ def _target_of(device: jax.Device) -> Target:
 
 
 def current_target() -> Target:
-    """The target of `use_target`, else that of `jax.default_device`, else that of the default backend."""
+    """The target of `use_target`, else that of `jax.default_device`, else that of the default
+    backend."""
     target = _target.get()
     if target is not None:
         return target
@@ -154,42 +230,62 @@ def _parse_overrides(text: str) -> dict[str, str]:
         op, _, name = item.partition("=")
         names = [i.name for i in TABLE if i.op == op]
         if op not in ops or name not in names:
-            known = "; ".join(f"{o}={'|'.join(i.name for i in TABLE if i.op == o)}" for o in sorted(ops))
+            known = "; ".join(
+                f"{o}={'|'.join(i.name for i in TABLE if i.op == o)}" for o in sorted(ops)
+            )
             raise ValueError(f"{ENVIRONMENT_VARIABLE}: {item!r} is not one of {known}")
         overrides[op] = name
     return overrides
 
 
-def _refusal(implementation: Implementation, target: Target, args: tuple, kwargs: dict) -> str | None:
+def _refusal(
+    implementation: Implementation, target: Target, args: tuple, kwargs: dict
+) -> str | None:
     if implementation.platforms and target.platform not in implementation.platforms:
         return f"needs {' or '.join(implementation.platforms)}"
-    if implementation.capabilities and (target.capability is None or target.capability[0] not in implementation.capabilities):
-        return f"needs compute capability {' or '.join(f'{major}.x' for major in implementation.capabilities)}"
+    if implementation.capabilities and (
+        target.capability is None or target.capability[0] not in implementation.capabilities
+    ):
+        return (
+            "needs compute capability"
+            f" {' or '.join(f'{major}.x' for major in implementation.capabilities)}"
+        )
     return _load(implementation.check)(*args, **kwargs) if implementation.check else None
 
 
-def select(op: str, args: tuple, kwargs: dict, implementation: str | None = None) -> tuple[Callable, Choice]:
-    """Pick the function that runs `op` on these arguments (arrays or ShapeDtypeStructs) for the current target.
+def select(
+    op: str, args: tuple, kwargs: dict, implementation: str | None = None
+) -> tuple[Callable, Choice]:
+    """Pick the function that runs `op` on these arguments (arrays or ShapeDtypeStructs) for the
+    current target.
 
-    Raises ValueError when an override names an unknown implementation, or one that refuses the arguments or the target.
+    Raises ValueError when an override names an unknown implementation, or one that refuses the
+    arguments or the target.
     """
     target = current_target()
     forced, why = implementation, "argument"
     if forced is None:
-        forced, why = _parse_overrides(os.environ.get(ENVIRONMENT_VARIABLE, "")).get(op), ENVIRONMENT_VARIABLE
+        forced, why = (
+            _parse_overrides(os.environ.get(ENVIRONMENT_VARIABLE, "")).get(op),
+            ENVIRONMENT_VARIABLE,
+        )
     candidates = [i for i in TABLE if i.op == op and forced in (None, i.name)]
     refused: list[tuple[str, str]] = []
     for candidate in candidates:
         reason = _refusal(candidate, target, args, kwargs)
         if reason is None:
-            choice = Choice(op, target, candidate.name, why if forced else "first that fits", tuple(refused))
+            choice = Choice(
+                op, target, candidate.name, why if forced else "first that fits", tuple(refused)
+            )
             _chosen.setdefault(choice)
             return _load(candidate.path), choice
         refused.append((candidate.name, reason))
     known = [i.name for i in TABLE if i.op == op]
     if forced is not None and forced not in known:
         raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(known)}")
-    raise ValueError(f"{op} on {target}: {'; '.join(f'{name} refused: {reason}' for name, reason in refused)}")
+    raise ValueError(
+        f"{op} on {target}: {'; '.join(f'{name} refused: {reason}' for name, reason in refused)}"
+    )
 
 
 def dispatch(op: str, *args, implementation: str | None = None, **kwargs):
@@ -203,7 +299,8 @@ def choices() -> tuple[Choice, ...]:
 
 
 def explain() -> str:
-    """One line per distinct choice this process has made so far, in the order made: op, target, implementation and why."""
+    """One line per distinct choice this process has made so far, in the order made: op, target,
+    implementation and why."""
     return "\n".join(str(choice) for choice in _chosen)
 
 

@@ -14,12 +14,18 @@ _ROW_TILE_RANGE = (8, 64)
 
 def _check(op: str, x, w, group_sizes, w_scale) -> None:
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or group_sizes.shape != w.shape[:1]:
-        raise ValueError(f"{op}: x [M, K], w [E, N, K], group_sizes [E] expected, got {x.shape}, {w.shape}, {group_sizes.shape}")
+        raise ValueError(
+            f"{op}: x [M, K], w [E, N, K], group_sizes [E] expected, got {x.shape}, {w.shape},"
+            f" {group_sizes.shape}"
+        )
     if w_scale is not None:
         e, n, k = w.shape
         blocks = (e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
         if w_scale.shape not in (blocks, (e, n)):
-            raise ValueError(f"{op}: w_scale must be {blocks} (128 x 128 blocks) or {(e, n)} (output channels), got {w_scale.shape}")
+            raise ValueError(
+                f"{op}: w_scale must be {blocks} (128 x 128 blocks) or {(e, n)} (output channels),"
+                f" got {w_scale.shape}"
+            )
 
 
 def grouped_matmul(
@@ -30,13 +36,17 @@ def grouped_matmul(
     w_scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`x[M, K]` rows sorted by group times `w[E, N, K]` of their group -> `[M, N]` in x's dtype, summed in float32.
+    """`x[M, K]` rows sorted by group times `w[E, N, K]` of their group -> `[M, N]` in x's dtype,
+    summed in float32.
 
-    group_sizes: i32 `[E]`, rows per group, zeros allowed; rows past their sum give zeros and are never read into a result.
-    w_scale: f32 `[E, ceil(N/128), ceil(K/128)]` (block-scaled e4m3 weights) or `[E, N]` (one per output channel; int8, fp8).
+    group_sizes: i32 `[E]`, rows per group, zeros allowed; rows past their sum give zeros and are
+    never read into a result. w_scale: f32 `[E, ceil(N/128), ceil(K/128)]` (block-scaled e4m3
+    weights) or `[E, N]` (one per output channel; int8, fp8).
     """
     _check("grouped_matmul", x, w, group_sizes, w_scale)
-    return dispatch("grouped_matmul", x, w, group_sizes, w_scale=w_scale, implementation=implementation)
+    return dispatch(
+        "grouped_matmul", x, w, group_sizes, w_scale=w_scale, implementation=implementation
+    )
 
 
 def moe_experts(
@@ -49,23 +59,39 @@ def moe_experts(
     row_weights: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """SwiGLU experts: `down[e] @ (silu(gate) * up)` with `gate, up = split(gate_up[e] @ x)`, rows sorted by expert -> `[M, K]`.
+    """SwiGLU experts: `down[e] @ (silu(gate) * up)` with `gate, up = split(gate_up[e] @ x)`, rows
+    sorted by expert -> `[M, K]`.
 
     x: `[M, K]`; gate_up: `[E, 2I, K]` (gate rows first); down: `[E, K, I]`; group_sizes: i32 `[E]`.
-    scales: (gate_up, down) as `w_scale` of `grouped_matmul`. row_weights: f32 `[M]`, combine weights multiplied into the result.
-    Rows past sum(group_sizes) give zeros.
+    scales: (gate_up, down) as `w_scale` of `grouped_matmul`. row_weights: f32 `[M]`, combine
+    weights multiplied into the result. Rows past sum(group_sizes) give zeros.
     """
     gate_up_scale, down_scale = scales or (None, None)
     _check("moe_experts", x, gate_up, group_sizes, gate_up_scale)
     e, n, k = gate_up.shape
     if n % 2 or down.shape != (e, k, n // 2):
-        raise ValueError(f"moe_experts: gate_up [E, 2I, K] and down [E, K, I] expected, got {gate_up.shape} and {down.shape}")
+        raise ValueError(
+            f"moe_experts: gate_up [E, 2I, K] and down [E, K, I] expected, got {gate_up.shape} and"
+            f" {down.shape}"
+        )
     _check("moe_experts", jax.ShapeDtypeStruct((0, n // 2), x.dtype), down, group_sizes, down_scale)
-    return dispatch("moe_experts", x, gate_up, down, group_sizes, scales=scales, row_weights=row_weights, implementation=implementation)
+    return dispatch(
+        "moe_experts",
+        x,
+        gate_up,
+        down,
+        group_sizes,
+        scales=scales,
+        row_weights=row_weights,
+        implementation=implementation,
+    )
 
 
-def block_scaled_matmul(x: jax.Array, w: jax.Array, w_scale: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """`x[M, K]` times e4m3 `w[N, K]` with f32 `w_scale[ceil(N/128), ceil(K/128)]` -> `[M, N]` in x's dtype (one dense product)."""
+def block_scaled_matmul(
+    x: jax.Array, w: jax.Array, w_scale: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """`x[M, K]` times e4m3 `w[N, K]` with f32 `w_scale[ceil(N/128), ceil(K/128)]` -> `[M, N]` in
+    x's dtype (one dense product)."""
     groups = jax.ShapeDtypeStruct((1,), jnp.int32)
     as_stack = (jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in (w, w_scale))
     _check("block_scaled_matmul", x, next(as_stack), groups, next(as_stack))
@@ -83,7 +109,8 @@ def dequantize(w: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
 
 
 def _row_tile(rows: int, groups: int) -> int:
-    """Rows per tile: about twice a group's mean share; single rows when most groups are empty or tiny (docs/decisions/003)."""
+    """Rows per tile: about twice a group's mean share; single rows when most groups are empty or
+    tiny (docs/decisions/003)."""
     if rows <= groups:
         return 1
     low, high = _ROW_TILE_RANGE
@@ -91,7 +118,8 @@ def _row_tile(rows: int, groups: int) -> int:
 
 
 def _for_row_tiles(x: jax.Array, group_sizes: jax.Array, width: int, apply) -> jax.Array:
-    """Loop over live (group, row tile) pairs in row order; `apply(group, rows[B, K]) -> [B, width]`.
+    """Loop over live (group, row tile) pairs in row order; `apply(group, rows[B, K]) -> [B,
+    width]`.
 
     Whole tiles are stored: rows past a group's end are overwritten by the next group's first tile.
     """
@@ -99,7 +127,9 @@ def _for_row_tiles(x: jax.Array, group_sizes: jax.Array, width: int, apply) -> j
     tile = _row_tile(m, group_sizes.size)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
     tile_ends = jnp.cumsum((group_sizes + tile - 1) // tile)
-    item_group = jnp.searchsorted(tile_ends, jnp.arange(m // tile + group_sizes.size), side="right", method="compare_all")
+    item_group = jnp.searchsorted(
+        tile_ends, jnp.arange(m // tile + group_sizes.size), side="right", method="compare_all"
+    )
     row_ends = jnp.cumsum(group_sizes)
 
     def step(item, out):
@@ -121,15 +151,20 @@ def _product(rows: jax.Array, w: jax.Array, scale: jax.Array | None, group: jax.
     """rows[B, K] @ w[group].T -> f32 [B, N]."""
     dtype = rows.dtype if w.dtype.itemsize <= rows.dtype.itemsize else w.dtype
     weight = dequantize(_pick(w, group), _pick(scale, group), dtype)
-    return lax.dot_general(rows.astype(dtype), weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        rows.astype(dtype), weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def grouped_matmul_xla(x, w, group_sizes, *, w_scale=None):
-    return _for_row_tiles(x, group_sizes, w.shape[1], lambda group, rows: _product(rows, w, w_scale, group))
+    return _for_row_tiles(
+        x, group_sizes, w.shape[1], lambda group, rows: _product(rows, w, w_scale, group)
+    )
 
 
 def block_scaled_matmul_xla(x, w, w_scale):
-    """The weights are widened first: on a GPU XLA writes them out and reads them again, on a CPU it fuses what it can."""
+    """The weights are widened first: on a GPU XLA writes them out and reads them again, on a CPU it
+    fuses what it can."""
     return lax.dot_general(x, dequantize(w, w_scale, x.dtype), (((1,), (1,)), ((), ())))
 
 

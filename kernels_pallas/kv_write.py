@@ -11,20 +11,26 @@ _FLOAT8_MAX = 448.0  # largest finite e4m3
 
 
 def cast_to_cache(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Cast to the cache's dtype; e4m3 saturates at +-448 (a plain cast would make NaN of anything larger)."""
+    """Cast to the cache's dtype; e4m3 saturates at +-448 (a plain cast would make NaN of anything
+    larger)."""
     if dtype == jnp.float8_e4m3fn and rows.dtype != dtype:
         rows = jnp.clip(rows, -_FLOAT8_MAX, _FLOAT8_MAX)
     return rows.astype(dtype)
 
 
-def kv_write(pool: jax.Array, rows: jax.Array, write_slots: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """Return `pool[N, bs, *E]` with `rows[T, *E]` at `write_slots[T]` (block * bs + offset); slots >= N * bs are dropped.
+def kv_write(
+    pool: jax.Array, rows: jax.Array, write_slots: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Return `pool[N, bs, *E]` with `rows[T, *E]` at `write_slots[T]` (block * bs + offset); slots
+    >= N * bs are dropped.
 
-    Rows are cast to the pool's dtype (e4m3: saturating). Distinct valid slots are required. In place when the pool is donated.
+    Rows are cast to the pool's dtype (e4m3: saturating). Distinct valid slots are required. In
+    place when the pool is donated.
     """
     if pool.shape[2:] != rows.shape[1:] or rows.shape[:1] != write_slots.shape:
         raise ValueError(
-            f"kv_write: pool {pool.shape} needs rows [T, {pool.shape[2:]}] and slots [T], got {rows.shape} and {write_slots.shape}"
+            f"kv_write: pool {pool.shape} needs rows [T, {pool.shape[2:]}] and slots [T], got"
+            f" {rows.shape} and {write_slots.shape}"
         )
     return dispatch("kv_write", pool, rows, write_slots, implementation=implementation)
 

@@ -1,6 +1,8 @@
-"""Float64 NumPy oracles of every op and random inputs with the awkward parts in: for the tests and benchmarks/gpu_kernels.py.
+"""Float64 NumPy oracles of every op and random inputs with the awkward parts in: for the tests and
+benchmarks/gpu_kernels.py.
 
-Inputs carry NaN wherever a kernel must not look: unowned pages, the tail of last pages, rows past the last group.
+Inputs carry NaN wherever a kernel must not look: unowned pages, the tail of last pages, rows past
+the last group.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Shapes of one attention problem. kv_lens: keys per sequence (0: padding sequence). q_lens: rows per sequence.
+    """Shapes of one attention problem. kv_lens: keys per sequence (0: padding sequence). q_lens:
+    rows per sequence.
 
-    v_dim: width of a value inside the key (one pool, MLA) or None. dv: width of a row of the value pool (default: d).
+    v_dim: width of a value inside the key (one pool, MLA) or None. dv: width of a row of the value
+    pool (default: d).
     """
 
     kv_lens: tuple[int, ...]
@@ -42,8 +46,11 @@ def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(getattr(ml_dtypes, dtype) if dtype in ("bfloat16", "float8_e4m3fn") else dtype)
 
 
-def attention_inputs(case: AttentionCase, seed: int = 0, spare_blocks: int = 3, poison: bool = True) -> dict:
-    """Random inputs of `case` under the argument names of `ragged_prefill` (decode: drop q_starts and seq_ids)."""
+def attention_inputs(
+    case: AttentionCase, seed: int = 0, spare_blocks: int = 3, poison: bool = True
+) -> dict:
+    """Random inputs of `case` under the argument names of `ragged_prefill` (decode: drop q_starts
+    and seq_ids)."""
     rng = np.random.default_rng(seed)
     bs, s = case.block_size, len(case.kv_lens)
     need = [-(-n // bs) for n in case.kv_lens]
@@ -84,7 +91,11 @@ def attention_oracle(case: AttentionCase, inputs: dict) -> np.ndarray:
     """Float64 attention, one row and head at a time -> `[T, H, Dv]`."""
     q = inputs["q"].astype(np.float64)
     k_pool = inputs["k_pool"].astype(np.float64)
-    v_pool = k_pool[..., : case.v_dim] if inputs["v_pool"] is None else inputs["v_pool"].astype(np.float64)
+    v_pool = (
+        k_pool[..., : case.v_dim]
+        if inputs["v_pool"] is None
+        else inputs["v_pool"].astype(np.float64)
+    )
     out = np.zeros((q.shape[0], case.heads, v_pool.shape[-1]))
     group = case.heads // case.kv_heads
     for s, kv_len in enumerate(case.kv_lens):
@@ -108,7 +119,8 @@ def attention_oracle(case: AttentionCase, inputs: dict) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """Shapes of one grouped product: `sizes` rows per group, `pad` rows past the last group. scale: None, "block", "channel"."""
+    """Shapes of one grouped product: `sizes` rows per group, `pad` rows past the last group. scale:
+    None, "block", "channel"."""
 
     sizes: tuple[int, ...]
     n: int
@@ -121,10 +133,14 @@ class GroupedCase:
 
 def _weights(rng, case: GroupedCase, n: int, k: int) -> tuple[np.ndarray, np.ndarray | None]:
     e = len(case.sizes)
-    w = rng.standard_normal((e, n, k)) * (30 if case.w_dtype == "int8" else k**-0.5 if case.scale is None else 1)
+    w = rng.standard_normal((e, n, k)) * (
+        30 if case.w_dtype == "int8" else k**-0.5 if case.scale is None else 1
+    )
     shape = {None: None, "block": (e, -(-n // 128), -(-k // 128)), "channel": (e, n)}[case.scale]
     spread = k**-0.5 / (30 if case.w_dtype == "int8" else 1)
-    return _cast(w, case.w_dtype), None if shape is None else rng.uniform(0.5 * spread, spread, shape).astype(np.float32)
+    return _cast(w, case.w_dtype), None if shape is None else rng.uniform(
+        0.5 * spread, spread, shape
+    ).astype(np.float32)
 
 
 def grouped_inputs(case: GroupedCase, seed: int = 0) -> dict:
@@ -133,7 +149,12 @@ def grouped_inputs(case: GroupedCase, seed: int = 0) -> dict:
     x = rng.standard_normal((sum(case.sizes) + case.pad, case.k))
     x[sum(case.sizes) :] = np.nan
     w, scale = _weights(rng, case, case.n, case.k)
-    return {"x": _cast(x, case.dtype), "w": w, "group_sizes": np.asarray(case.sizes, np.int32), "w_scale": scale}
+    return {
+        "x": _cast(x, case.dtype),
+        "w": w,
+        "group_sizes": np.asarray(case.sizes, np.int32),
+        "w_scale": scale,
+    }
 
 
 def experts_inputs(case: GroupedCase, seed: int = 0) -> dict:
@@ -141,10 +162,19 @@ def experts_inputs(case: GroupedCase, seed: int = 0) -> dict:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((sum(case.sizes) + case.pad, case.k))
     x[sum(case.sizes) :] = np.nan
-    (gate_up, s1), (down, s2) = _weights(rng, case, 2 * case.n, case.k), _weights(rng, case, case.k, case.n)
+    (gate_up, s1), (down, s2) = (
+        _weights(rng, case, 2 * case.n, case.k),
+        _weights(rng, case, case.k, case.n),
+    )
     sizes = np.asarray(case.sizes, np.int32)
     scales = None if s1 is None else (s1, s2)
-    return {"x": _cast(x, case.dtype), "gate_up": gate_up, "down": down, "group_sizes": sizes, "scales": scales}
+    return {
+        "x": _cast(x, case.dtype),
+        "gate_up": gate_up,
+        "down": down,
+        "group_sizes": sizes,
+        "scales": scales,
+    }
 
 
 def scaled_weights(w: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
@@ -157,7 +187,9 @@ def scaled_weights(w: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return w * np.repeat(np.repeat(scale, 128, 1)[:, : w.shape[1]], 128, 2)[:, :, : w.shape[2]]
 
 
-def grouped_oracle(x: np.ndarray, w: np.ndarray, group_sizes: np.ndarray, w_scale: np.ndarray | None) -> np.ndarray:
+def grouped_oracle(
+    x: np.ndarray, w: np.ndarray, group_sizes: np.ndarray, w_scale: np.ndarray | None
+) -> np.ndarray:
     full, start = scaled_weights(w, w_scale), 0
     out = np.zeros((x.shape[0], w.shape[1]))
     for e, size in enumerate(group_sizes):

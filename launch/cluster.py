@@ -1,7 +1,9 @@
-"""The router process's core: who is there, who holds what, what clients are owed. One thread: the hub's.
+"""The router process's core: who is there, who holds what, what clients are owed. One thread: the
+hub's.
 
-`Cluster` is the Coordinator of engines in other processes: what in one process are calls between threads are messages here.
-Clients' requests are named `<session>.<client's id>`, so that two clients never meet.
+`Cluster` is the Coordinator of engines in other processes: what in one process are calls between
+threads are messages here. Clients' requests are named `<session>.<client's id>`, so that two
+clients never meet.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import wire
-from deepinfer_jax.handoff import check_layouts
+from deepinfer_jax.disagg.coordinator import Coordinator
+from deepinfer_jax.disagg.protocol import check_layouts
+from deepinfer_jax.disagg.split_request import SplitRequest
 from deepinfer_jax.launch import cluster_status
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
-from deepinfer_jax.pd_coordinator import Coordinator
-from deepinfer_jax.pd_requests import SplitRequest
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig, NotNow
+from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.sampling_params import SamplingParams
-from deepinfer_jax.scheduler.elastic import ElasticRouter
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.router import Capacity, RouterConfig, Verdict, split_attempt
-from deepinfer_jax.wire_hub import Channel, Hub, HubConfig, NotNow
-from deepinfer_jax.wire_security import Security
+from deepinfer_jax.scheduler.routing.elastic import ElasticRouter
+from deepinfer_jax.scheduler.routing.router import Capacity, RouterConfig, Verdict, split_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,9 @@ REMEMBERED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """listen: where engines and clients connect. deadline: seconds a request waits for a missing role before it is given up.
-    stall_timeout: seconds an engine's step may take before it counts as dead. max_requests: unfinished ones at a time."""
+    """listen: where engines and clients connect. deadline: seconds a request waits for a missing
+    role before it is given up. stall_timeout: seconds an engine's step may take before it counts as
+    dead. max_requests: unfinished ones at a time."""
 
     listen: str = "tcp://127.0.0.1:0"
     deadline: float = 10.0
@@ -84,7 +87,7 @@ class RemoteWorker:
     def drop_attempt(self, key: str, reason: str) -> None:
         self.channel.send(wire.DropAttempt(key, reason))
 
-    # ---- Handler ---------------------------------------------------------------------------------------------------
+    # ---- Handler ---------------------------------------------------------------------------------
 
     def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
         self.cluster.on_engine(self, message)
@@ -122,7 +125,9 @@ class Cluster(Coordinator):
         self._unplaced: dict[str, set[str]] = {}
         self._early: dict[str, list[tuple[RemoteWorker, RequestOutput]]] = {}
         self._starved_since: float | None = None
-        self._last_seen: float | None = None  # of an engine lost since the last look: nobody has been there since then
+        self._last_seen: float | None = (
+            None  # of an engine lost since the last look: nobody has been there since then
+        )
         self._seeds = np.random.default_rng()
         self.last_progress = time.monotonic()
         self.hub = Hub("router", config.security, config.hub)
@@ -132,7 +137,7 @@ class Cluster(Coordinator):
     def start(self) -> None:
         self.hub.start()
 
-    # ---- joining ---------------------------------------------------------------------------------------------------
+    # ---- joining ---------------------------------------------------------------------------------
 
     def _accept(self, channel: Channel, hello: wire.Hello) -> wire.Welcome:
         if hello.kind == "client":
@@ -161,12 +166,19 @@ class Cluster(Coordinator):
             raise ValueError(f"a {hello.kind} engine must say its layout, capacity and model")
         for other in (w for w in self.workers.values() if w.failed is None):
             if (other.kind == "normal") != (hello.kind == "normal"):
-                raise ValueError(f"a {hello.kind} engine cannot join a deployment of {other.kind} engines")
+                raise ValueError(
+                    f"a {hello.kind} engine cannot join a deployment of {other.kind} engines"
+                )
             ours, theirs = hello.layout, other.hello.layout
             if other.kind == hello.kind:
-                different = [k for k in dict.fromkeys((*ours, *theirs)) if ours.get(k) != theirs.get(k)]
+                different = [
+                    k for k in dict.fromkeys((*ours, *theirs)) if ours.get(k) != theirs.get(k)
+                ]
                 if different:
-                    pairs = "; ".join(f"{k}: {ours.get(k)!r} here, {theirs.get(k)!r} on {other.name}" for k in different)
+                    pairs = "; ".join(
+                        f"{k}: {ours.get(k)!r} here, {theirs.get(k)!r} on {other.name}"
+                        for k in different
+                    )
                     raise ValueError(f"engines of one deployment must agree: {pairs}")
             else:
                 prompt, completion = (ours, theirs) if hello.kind == "prompt" else (theirs, ours)
@@ -175,13 +187,20 @@ class Cluster(Coordinator):
     def _activate(self, job: str) -> None:
         """Engines serve once every process of their job is here."""
         members = [w for w in self.workers.values() if w.hello.job == job and w.failed is None]
-        if not members or len(members) < members[0].hello.processes or all(w.active for w in members):
+        if (
+            not members
+            or len(members) < members[0].hello.processes
+            or all(w.active for w in members)
+        ):
             return
         self.router.needs_completion = members[0].kind != "normal"
         for worker in members:
             worker.active = True
             self.counters["joined"] += 1
-            self.router.join(worker.name, Capacity(*worker.hello.capacity) if worker.kind == "completion" else None)
+            self.router.join(
+                worker.name,
+                Capacity(*worker.hello.capacity) if worker.kind == "completion" else None,
+            )
             logger.info("router: %s engine %s has joined", worker.kind, worker.name)
         self._tell_peers()
         self._dispatch()
@@ -190,26 +209,42 @@ class Cluster(Coordinator):
 
     def _tell_peers(self) -> None:
         alive = [w for w in self.workers.values() if w.failed is None and w.active]
-        peers = [wire.Peer(w.name, w.channel.session, w.hello.data) for w in alive if w.kind == "completion"]
+        peers = [
+            wire.Peer(w.name, w.channel.session, w.hello.data)
+            for w in alive
+            if w.kind == "completion"
+        ]
         for worker in alive:
             if worker.kind == "prompt":
                 worker.channel.send(wire.Peers(peers))
 
-    # ---- leaving ---------------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------
 
     def engine_lost(self, worker: RemoteWorker, reason: str) -> None:
         """It, and the other processes of its job: what they held is queued again or ends."""
         if worker.failed is not None:
             return
         clean = worker.draining and not self._held_by(worker.name)
-        logger.log(logging.INFO if clean else logging.WARNING, "router: %s engine %s is gone: %s", worker.kind, worker.name, reason)
+        logger.log(
+            logging.INFO if clean else logging.WARNING,
+            "router: %s engine %s is gone: %s",
+            worker.kind,
+            worker.name,
+            reason,
+        )
         self.counters["left" if clean else "lost"] += 1
         self._last_seen = worker.channel.last_seen
         self._on_crash(worker, f"{worker.name}: {reason}")
-        self.gone.append({"name": worker.name, "kind": worker.kind, "reason": reason, "time": time.time()})
-        others = [w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None]
+        self.gone.append(
+            {"name": worker.name, "kind": worker.kind, "reason": reason, "time": time.time()}
+        )
+        others = [
+            w for w in self.workers.values() if w.hello.job == worker.hello.job and w.failed is None
+        ]
         for other in () if clean else others:  # a job that has drained leaves process by process
-            other.channel.send(wire.JobLost(f"process {worker.hello.process} of the job is gone: {reason}"))
+            other.channel.send(
+                wire.JobLost(f"process {worker.hello.process} of the job is gone: {reason}")
+            )
             other.channel.close(f"process {worker.hello.process} of the job is gone: {reason}")
             self.engine_lost(other, f"process {worker.hello.process} of its job is gone")
         self._tell_peers()
@@ -242,7 +277,7 @@ class Cluster(Coordinator):
     def drained(self) -> bool:
         return self.draining and (not self._requests or time.monotonic() > self._drain_until)
 
-    # ---- what engines say ------------------------------------------------------------------------------------------
+    # ---- what engines say ------------------------------------------------------------------------
 
     def on_engine(self, worker: RemoteWorker, m: wire.WireMessage) -> None:
         match m:
@@ -274,12 +309,15 @@ class Cluster(Coordinator):
 
     def _on_result(self, worker: RemoteWorker, output: RequestOutput) -> None:
         if len(output.outputs) != 1 or output.metrics is None:
-            raise ValueError(f"a result of {worker.name} must have one completion and metrics, got {output}")
+            raise ValueError(
+                f"a result of {worker.name} must have one completion and metrics, got {output}"
+            )
         attempt = output.request_id.partition("/")[0]
         if worker.kind == "completion" and self._current(attempt) is not None:
             job = self.router.jobs[split_attempt(attempt)[0]]
             if job.prompt_engine is not None and not job.held:
-                # The first token comes from the prompt engine on another connection, and must come first.
+                # The first token comes from the prompt engine on another connection, and must come
+                # first.
                 self._early.setdefault(attempt, []).append((worker, output))
                 return
             self.router.delivered(attempt)
@@ -302,7 +340,9 @@ class Cluster(Coordinator):
             target = self.choose_target(key, exclude)
             if target is not None:
                 del self._unplaced[key]
-                self.workers[self.router.jobs[split_attempt(key)[0]].prompt_engine].channel.send(wire.Placed(key, target))
+                self.workers[self.router.jobs[split_attempt(key)[0]].prompt_engine].channel.send(
+                    wire.Placed(key, target)
+                )
 
     def _on_linked(self, worker: RemoteWorker, m: wire.Linked) -> None:
         """One that reaches no completion engine gets nothing new."""
@@ -310,19 +350,25 @@ class Cluster(Coordinator):
         if not m.linked:
             self.router.drain(worker.name)
             self._last_seen = self.hub.clock() - m.seconds
-            logger.warning("router: prompt engine %s has reached no completion engine for %.1f s", worker.name, m.seconds)
+            logger.warning(
+                "router: prompt engine %s has reached no completion engine for %.1f s",
+                worker.name,
+                m.seconds,
+            )
         elif not worker.draining:
             self.router.resume(worker.name)
             self._dispatch()
 
     def _drain_job(self, worker: RemoteWorker) -> None:
-        for w in [w for w in self.workers.values() if w.hello.job == worker.hello.job and not w.draining]:
+        for w in [
+            w for w in self.workers.values() if w.hello.job == worker.hello.job and not w.draining
+        ]:
             w.draining = True
             self.router.drain(w.name)
             if w is not worker:
                 w.channel.send(wire.Drain())
 
-    # ---- what clients say ------------------------------------------------------------------------------------------
+    # ---- what clients say ------------------------------------------------------------------------
 
     def on_client(self, client: ClientHandler, m: wire.WireMessage) -> None:
         match m:
@@ -345,14 +391,18 @@ class Cluster(Coordinator):
         try:
             self._check_submit(name, m)
             params = SamplingParams.from_dict(m.params)
-            request = SplitRequest.make(name, None, m.prompt_token_ids, params, self._draw_seed, m.arrival_time)
+            request = SplitRequest.make(
+                name, None, m.prompt_token_ids, params, self._draw_seed, m.arrival_time
+            )
             client.requests.add(name)
             self.submit(request, self.model.get("max_model_len", 2**31))
         except ValueError as error:
             client.requests.discard(name)
             self.counters["rejected"] += 1
             completion = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
-            client.channel.send(wire.Result(RequestOutput(m.request_id, None, [], None, [completion], True)))
+            client.channel.send(
+                wire.Result(RequestOutput(m.request_id, None, [], None, [completion], True))
+            )
         else:
             self.counters["submitted"] += 1
 
@@ -364,7 +414,10 @@ class Cluster(Coordinator):
         if self.draining:
             raise ValueError(f"request {m.request_id!r}: the router is draining")
         if len(self._requests) >= self.config.max_requests:
-            raise ValueError(f"request {m.request_id!r}: {len(self._requests)} requests are unfinished, the limit is reached")
+            raise ValueError(
+                f"request {m.request_id!r}: {len(self._requests)} requests are unfinished, the"
+                " limit is reached"
+            )
 
     def _draw_seed(self) -> int:
         return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
@@ -383,9 +436,13 @@ class Cluster(Coordinator):
             if client is not None:
                 if output.finished:
                     client.requests.discard(output.request_id)
-                client.channel.send(wire.Result(dataclasses.replace(output, request_id=request_id, prompt_token_ids=[])))
+                client.channel.send(
+                    wire.Result(
+                        dataclasses.replace(output, request_id=request_id, prompt_token_ids=[])
+                    )
+                )
 
-    # ---- Coordinator, with processes instead of threads --------------------------------------------------------------
+    # ---- Coordinator, with processes instead of threads ------------------------------------------
 
     def close_links(self, name: str, reason: str) -> None:
         pass  # `Peers` says so
@@ -394,12 +451,16 @@ class Cluster(Coordinator):
         pass  # requests wait for a missing role, for `deadline` seconds
 
     def _start(self, engine: RemoteWorker, part: Any, key: str) -> None:
-        engine.channel.send(wire.Start(key, part.prompt_token_ids, part.params.to_dict(), part.seed, part.arrival_time))
+        engine.channel.send(
+            wire.Start(
+                key, part.prompt_token_ids, part.params.to_dict(), part.seed, part.arrival_time
+            )
+        )
 
     def _tell(self, told: list[tuple[str, str]], reason: str) -> None:
         super()._tell([(name, attempt) for name, attempt in told if name in self.workers], reason)
 
-    # ---- deadlines ---------------------------------------------------------------------------------------------------
+    # ---- deadlines -------------------------------------------------------------------------------
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -410,23 +471,34 @@ class Cluster(Coordinator):
                 reason = f"no progress for {worker.channel.peer_ping.stuck:.1f} s"
                 worker.channel.close(reason)
                 self.engine_lost(worker, reason)
-        self._starved_since = None if not self.router.starved() else (self._starved_since or self._last_seen or now)
+        self._starved_since = (
+            None if not self.router.starved() else (self._starved_since or self._last_seen or now)
+        )
         self._last_seen = None
         if self._starved_since is not None and now - self._starved_since > self.config.deadline:
             missing = " and ".join(cluster_status.missing(self))
             for job in self.router.starved():
                 reason = f"{missing} has been there for {self.config.deadline} s"
                 told = tuple(self.router.cancel(job.request_id))
-                self._settle(Verdict(job.request_id, job.attempt_id, reason, False, tuple(name for name, _ in told)))
+                self._settle(
+                    Verdict(
+                        job.request_id,
+                        job.attempt_id,
+                        reason,
+                        False,
+                        tuple(name for name, _ in told),
+                    )
+                )
             self._starved_since = None
         for key in [k for k in self._early if self._current(k) is None]:
             del self._early[key]
         self._deliver()
 
-    # ---- seen from outside -------------------------------------------------------------------------------------------
+    # ---- seen from outside -----------------------------------------------------------------------
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Healthy: every role is there, no engine is stuck, and unfinished requests have moved within stall_timeout."""
+        """Healthy: every role is there, no engine is stuck, and unfinished requests have moved
+        within stall_timeout."""
         return cluster_status.health(self)
 
     def status(self) -> dict[str, Any]:

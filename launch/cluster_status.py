@@ -13,13 +13,15 @@ def missing(cluster: Cluster) -> list[str]:
     """What is missing, in words."""
     unlinked = any(w.active and not w.linked for w in cluster.workers.values())
     return [
-        f"no {role} engine" + (" that reaches a completion engine" if role == "prompt" and unlinked else "")
+        f"no {role} engine"
+        + (" that reaches a completion engine" if role == "prompt" and unlinked else "")
         for role in cluster.router.missing()
     ]
 
 
 def health(cluster: Cluster) -> tuple[bool, dict[str, Any]]:
-    """Healthy: every role is there, no engine is stuck, and unfinished requests have moved within stall_timeout."""
+    """Healthy: every role is there, no engine is stuck, and unfinished requests have moved within
+    stall_timeout."""
     problems = missing(cluster)
     for w in list(cluster.workers.values()):
         if w.channel.peer_ping.stuck > cluster.config.stall_timeout / 2:
@@ -31,7 +33,11 @@ def health(cluster: Cluster) -> tuple[bool, dict[str, Any]]:
         problems.append("the network thread has ended")
     if cluster.draining:
         problems.append("draining")
-    return not problems, {"status": "ok" if not problems else "unhealthy", "problems": problems, "requests": len(cluster._requests)}
+    return not problems, {
+        "status": "ok" if not problems else "unhealthy",
+        "problems": problems,
+        "requests": len(cluster._requests),
+    }
 
 
 def status(cluster: Cluster) -> dict[str, Any]:
@@ -48,7 +54,12 @@ def status(cluster: Cluster) -> dict[str, Any]:
             "seen": now - w.channel.last_seen,
             "stuck": w.channel.peer_ping.stuck,
             **w.channel.peer_ping.gauges,
-            **{f"routed_{k}": v for k, v in (stats["prompt"].get(w.name) or stats["completion"].get(w.name) or {}).items()},
+            **{
+                f"routed_{k}": v
+                for k, v in (
+                    stats["prompt"].get(w.name) or stats["completion"].get(w.name) or {}
+                ).items()
+            },
         }
         for w in cluster.workers.values()
     ]

@@ -1,4 +1,5 @@
-"""What the role scripts share: their flags, processes and devices, the engine, what is printed at start."""
+"""What the role scripts share: their flags, processes and devices, the engine, what is printed at
+start."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from typing import Any, NoReturn
 
 from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.config import EngineArgs
-from deepinfer_jax.handoff import HandoffConfig
-from deepinfer_jax.pd_config import ROLE_FIELDS
-from deepinfer_jax.remote import as_endpoint
+from deepinfer_jax.disagg.config import ROLE_FIELDS
+from deepinfer_jax.disagg.protocol import HandoffConfig
+from deepinfer_jax.rpc.client import as_endpoint
+from deepinfer_jax.rpc.hub import HubConfig
+from deepinfer_jax.rpc.security import Security, is_loopback
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.wire_hub import HubConfig
-from deepinfer_jax.wire_security import Security, is_loopback
 
 
 @dataclasses.dataclass
@@ -30,16 +31,21 @@ class LaunchArgs:
     router: str = "127.0.0.1:9510"
     """The router's address, host:port."""
     name: str | None = None
-    """Unique among the living engines; a restarted process should keep it. By default role, host and process number."""
+    """Unique among the living engines; a restarted process should keep it. By default role, host
+    and process number."""
     data: str = "127.0.0.1:0"
-    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one). PROMPT, --transport device: the host for pulls."""
+    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one). PROMPT, --transport
+    device: the host for pulls."""
     advertise: str | None = None
-    """COMPLETION: the host by which prompt engines reach this process, where it is not the one in --data."""
+    """COMPLETION: the host by which prompt engines reach this process, where it is not the one in
+    --data."""
     transport: str = "host"
-    """How KV travels between engines: host (through host memory, encrypted with the secret) or device (jax.experimental.transfer,
-    unencrypted; where one side has it not, or tensor_parallel_size differs, host is used)."""
+    """How KV travels between engines: host (through host memory, encrypted with the secret) or
+    device (jax.experimental.transfer, unencrypted; where one side has it not, or
+    tensor_parallel_size differs, host is used)."""
     secret_file: str | None = None
-    """File with the deployment's shared secret; needed as soon as anything listens on more than loopback."""
+    """File with the deployment's shared secret; needed as soon as anything listens on more than
+    loopback."""
     deadline: float = 10.0
     """Seconds without progress after which a hand-over, a vote or a connection has failed."""
     heartbeat: float = 0.5
@@ -57,17 +63,34 @@ class LaunchArgs:
     process_id: int | None = None
     """Which of them this is, from 0."""
     local_devices: tuple[int, ...] = ()
-    """Devices of this host that this process drives; by default all (one process per GPU: give its index)."""
+    """Devices of this host that this process drives; by default all (one process per GPU: give its
+    index)."""
     cpu_devices: int | None = None
     """On CPU: pretend to have this many devices."""
 
 
 MAY_DIFFER = (
-    *("model", "tokenizer", "served_model_name", "seed", "disable_log_stats", "metrics_port", "metrics_host"),
-    *("num_blocks", "gpu_memory_utilization", "device_memory_bytes", "compilation_cache", "strict_compiles", "snapshot_on_sigterm"),
+    *(
+        "model",
+        "tokenizer",
+        "served_model_name",
+        "seed",
+        "disable_log_stats",
+        "metrics_port",
+        "metrics_host",
+    ),
+    *(
+        "num_blocks",
+        "gpu_memory_utilization",
+        "device_memory_bytes",
+        "compilation_cache",
+        "strict_compiles",
+        "snapshot_on_sigterm",
+    ),
     *("kv_store", "kv_store_bytes", "kv_host_bytes", "kv_store_write"),
 )
-"""EngineArgs that processes of one job may set differently: paths and memory of their own (of the model, the content is compared)."""
+"""EngineArgs that processes of one job may set differently: paths and memory of their own (of the
+model, the content is compared)."""
 
 
 def add_role_flags(parser: argparse.ArgumentParser, role: EngineType) -> None:
@@ -79,17 +102,23 @@ def add_role_flags(parser: argparse.ArgumentParser, role: EngineType) -> None:
 
 
 def role_main(role: EngineType, description: str | None, argv: Sequence[str] | None = None) -> int:
-    """Parses flags, builds the role's engine, serves until drained. The exit code: 0 drained, 1 crashed, 2 bad input or refused
-    by the router, 3 the job has lost a process."""
+    """Parses flags, builds the role's engine, serves until drained. The exit code: 0 drained, 1
+    crashed, 2 bad input or refused by the router, 3 the job has lost a process."""
     parser = argparse.ArgumentParser(
-        prog=f"deepinfer-jax launch {role.name.lower()}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"deepinfer-jax launch {role.name.lower()}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_role_flags(parser, role)
     args = parser.parse_args(argv)
     set_up_logging()
     try:
         launch = LaunchArgs(**dataclass_values(args, LaunchArgs))
-        values = {**ROLE_FIELDS.get(role, {}), **dataclass_values(args, EngineArgs), "engine_type": role}
+        values = {
+            **ROLE_FIELDS.get(role, {}),
+            **dataclass_values(args, EngineArgs),
+            "engine_type": role,
+        }
         return serve(role, launch, values)
     except (ValueError, OSError) as error:
         print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
@@ -98,7 +127,9 @@ def role_main(role: EngineType, description: str | None, argv: Sequence[str] | N
 
 def set_up_logging() -> None:
     level = os.environ.get("DEEPINFER_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
 
 
 def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -> int:
@@ -122,7 +153,11 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         advertise=_advertised(launch),
         transport=launch.transport,
         security=security,
-        hub=HubConfig(heartbeat=launch.heartbeat, peer_timeout=launch.peer_timeout, connect_timeout=launch.deadline),
+        hub=HubConfig(
+            heartbeat=launch.heartbeat,
+            peer_timeout=launch.peer_timeout,
+            connect_timeout=launch.deadline,
+        ),
         handoff=HandoffConfig(timeout=launch.deadline, retry_delay=0.002),
         reserve_fraction=launch.reserve_fraction,
         drain_timeout=launch.drain_timeout,
@@ -161,14 +196,16 @@ def _advertised(launch: LaunchArgs) -> str | None:
 
 def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
     from deepinfer_jax.config import EngineConfig
-    from deepinfer_jax.engine import LLMEngine
-    from deepinfer_jax.handoff import model_fingerprint
-    from deepinfer_jax.loading import ModelSource
+    from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
+    from deepinfer_jax.disagg.protocol import model_fingerprint
+    from deepinfer_jax.engine.llm_engine import LLMEngine
     from deepinfer_jax.models.resolve import resolve_model_path
-    from deepinfer_jax.parallel import RankPlacement, make_mesh
-    from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
+    from deepinfer_jax.runner.mesh import RankPlacement, make_mesh
+    from deepinfer_jax.runner.model_source import ModelSource
 
-    cls = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}.get(role, LLMEngine)
+    cls = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}.get(
+        role, LLMEngine
+    )
     args = EngineArgs(**values)
     if job.group is None:
         return cls(args)
@@ -185,7 +222,7 @@ def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
 
 def engine_layout(engine: Any) -> dict[str, Any]:
     """handoff.make_layout, for a NORMAL engine too (it has no blocks to hand over)."""
-    from deepinfer_jax.handoff import PROTOCOL, model_fingerprint
+    from deepinfer_jax.disagg.protocol import PROTOCOL, model_fingerprint
     from deepinfer_jax.models.resolve import resolve_model_path
 
     if engine.policy.splits_prefill_decode:
@@ -197,7 +234,9 @@ def engine_layout(engine: Any) -> dict[str, Any]:
         "roles": {r.name: int(r) for r in EngineType},
         "model": model_fingerprint(resolve_model_path(engine.args.model)),
         "block_size": c.block_size,
-        "caches": {s.name: {"dtype": str(s.dtype), "layers": s.layers} for s in engine.runner.cache_specs},
+        "caches": {
+            s.name: {"dtype": str(s.dtype), "layers": s.layers} for s in engine.runner.cache_specs
+        },
         "max_model_len": c.max_model_len,
     }
 
@@ -207,11 +246,23 @@ def print_banner(name: str, engine: Any, layout: dict[str, Any], job: Any) -> No
     axes, mesh = engine.config.axes, engine.mesh
     caches = {n: " ".join(f"{k}={v}" for k, v in c.items()) for n, c in layout["caches"].items()}
     lines = [
-        f"role {engine.config.role.name} ({int(engine.config.role)}), process {job.process} of {job.processes}",
-        f"mesh dp={axes.dp} ep={axes.ep} tp={axes.tp} over {mesh.devices.size} {mesh.devices.flat[0].platform} devices, "
-        f"ranks here: {list(engine.runner.placement.local_ranks)}",
-        f"model {Path(str(engine.args.model)).name}, fingerprint {layout['model']}, dtype {json.dumps(str(engine.config.dtype.__name__))}",
-        f"cache {engine.runner.num_blocks} blocks of {layout['block_size']} per rank, max_model_len {layout['max_model_len']}",
+        (
+            f"role {engine.config.role.name} ({int(engine.config.role)}), process {job.process} of"
+            f" {job.processes}"
+        ),
+        (
+            f"mesh dp={axes.dp} ep={axes.ep} tp={axes.tp} over {mesh.devices.size}"
+            f" {mesh.devices.flat[0].platform} devices, ranks here:"
+            f" {list(engine.runner.placement.local_ranks)}"
+        ),
+        (
+            f"model {Path(str(engine.args.model)).name}, fingerprint {layout['model']}, dtype"
+            f" {json.dumps(str(engine.config.dtype.__name__))}"
+        ),
+        (
+            f"cache {engine.runner.num_blocks} blocks of {layout['block_size']} per rank,"
+            f" max_model_len {layout['max_model_len']}"
+        ),
         *(f"cache {n}: {text}" for n, text in caches.items()),
     ]
     for line in lines:

@@ -1,9 +1,11 @@
-"""The other payload transport between processes: jax.experimental.transfer pulls arrays from device to device.
+"""The other payload transport between processes: jax.experimental.transfer pulls arrays from device
+to device.
 
-The prompt side offers each payload under a number and says it in the "pages" message; the completion side pulls. What the
-library lacks is added here: it cannot cancel, a pull from a dead peer may hang for ever and a failed one gives arrays that
-poison whatever reads them. So every pull has a deadline, is looked at before it is used, and ends its link when it fails.
-Shards must match one to one: both sides need the same tensor-parallel size (`compatible`).
+The prompt side offers each payload under a number and says it in the "pages" message; the
+completion side pulls. What the library lacks is added here: it cannot cancel, a pull from a dead
+peer may hang for ever and a failed one gives arrays that poison whatever reads them. So every pull
+has a deadline, is looked at before it is used, and ends its link when it fails. Shards must match
+one to one: both sides need the same tensor-parallel size (`compatible`).
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from deepinfer_jax import wire
-from deepinfer_jax.kv_transfer import BlockMover, Payload
-from deepinfer_jax.wire_hub import Channel
+from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.hub import Channel
 
 CONNECT_TIMEOUT = 5.0
 
 
 def start_server(host: str) -> Any:
     """A transfer server on any free port of `host`."""
-    return transfer.start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"] * 2)
+    return transfer.start_transfer_server(
+        jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"] * 2
+    )
 
 
 def compatible(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -39,7 +43,8 @@ def compatible(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 class DeviceExporter:
-    """Prompt side. Offers stay in device memory until they are pulled: `outstanding` counts bytes ever offered."""
+    """Prompt side. Offers stay in device memory until they are pulled: `outstanding` counts bytes
+    ever offered."""
 
     def __init__(self, host: str) -> None:
         self._server = start_server(host)
@@ -74,7 +79,9 @@ class PulledPayload(Payload):
                 self.fail("a pull of KV did not end in time")
             return False
         try:
-            jax.block_until_ready(self.arrays())  # an array that failed is ready too, and says so here
+            jax.block_until_ready(
+                self.arrays()
+            )  # an array that failed is ready too, and says so here
         except Exception as error:
             self.fail(f"a pull of KV has failed: {error}")
             return False
@@ -95,24 +102,47 @@ class DeviceImporter:
 
         threading.Thread(target=connect, name=f"connect-{address}", daemon=True).start()
 
-    def pull(self, hand: wire.Hand, ended: Callable[[], str | None], fail: Callable[[str], None]) -> Payload:
+    def pull(
+        self, hand: wire.Hand, ended: Callable[[], str | None], fail: Callable[[str], None]
+    ) -> Payload:
         """Raises ValueError for arrays that are no payload of this mover."""
         if not self._connected.wait(CONNECT_TIMEOUT):
             raise ValueError(f"no connection to the transfer server within {CONNECT_TIMEOUT} s")
         mover, kind, remote = self._mover, hand.body["kind"], hand.remote
         count, size = remote["count"], remote["size"]
         if not 0 < count <= size or size not in mover.buckets or kind not in mover.kinds:
-            raise ValueError(f"{count} of {size} {kind}; this side's buckets are {mover.buckets}, its kinds {mover.kinds}")
-        devices, specs = mover.device_row(hand.rank), sorted(mover.specs[kind], key=lambda s: s.name)
-        order = [(s, i, t) for s in specs for i in range(mover.num_arrays(s)) for t in range(len(devices))]
+            raise ValueError(
+                f"{count} of {size} {kind}; this side's buckets are {mover.buckets}, its kinds"
+                f" {mover.kinds}"
+            )
+        devices, specs = (
+            mover.device_row(hand.rank),
+            sorted(mover.specs[kind], key=lambda s: s.name),
+        )
+        order = [
+            (s, i, t)
+            for s in specs
+            for i in range(mover.num_arrays(s))
+            for t in range(len(devices))
+        ]
         wanted = [(mover.shard_shape(kind, s, size), np.dtype(s.dtype).name) for s, _, _ in order]
         given = [(tuple(shape), dtype) for _, shape, dtype in hand.arrays]
         if given != wanted:
-            raise ValueError(f"a payload of {len(given)} arrays such as {given[:1]}, expected {len(wanted)} such as {wanted[:1]}")
+            raise ValueError(
+                f"a payload of {len(given)} arrays such as {given[:1]}, expected {len(wanted)} such"
+                f" as {wanted[:1]}"
+            )
         structs = [
             jax.ShapeDtypeStruct(shape, s.dtype, sharding=SingleDeviceSharding(devices[t]))
             for (s, _, t), (shape, _) in zip(order, wanted, strict=True)
         ]
         arrays = iter(self._connection.pull(remote["number"], structs))
-        pieces = {s.name: tuple(tuple((next(arrays),) for _ in devices) for _ in range(mover.num_arrays(s))) for s in specs}
-        return PulledPayload(kind, hand.rank, count, size, pieces, time.monotonic() + self._timeout, ended, fail)
+        pieces = {
+            s.name: tuple(
+                tuple((next(arrays),) for _ in devices) for _ in range(mover.num_arrays(s))
+            )
+            for s in specs
+        }
+        return PulledPayload(
+            kind, hand.rank, count, size, pieces, time.monotonic() + self._timeout, ended, fail
+        )

@@ -38,15 +38,23 @@ class ClusterCollector(Collector):
         healthy = GaugeMetricFamily(PREFIX + "healthy", "1 while /healthz says 200")
         healthy.add_metric([], float(status["health"]["status"] == "ok"))
         yield healthy
-        for name, text in (("requests", "unfinished requests"), ("queued", "parts no engine has yet"), ("clients", "connected clients")):
+        for name, text in (
+            ("requests", "unfinished requests"),
+            ("queued", "parts no engine has yet"),
+            ("clients", "connected clients"),
+        ):
             family = GaugeMetricFamily(PREFIX + name, text)
             family.add_metric([], status[name])
             yield family
-        events = CounterMetricFamily(PREFIX + "events", "what has happened, by kind", labels=["event"])
+        events = CounterMetricFamily(
+            PREFIX + "events", "what has happened, by kind", labels=["event"]
+        )
         for name, value in status["counters"].items():
             events.add_metric([name], value)
         yield events
-        engines = GaugeMetricFamily(PREFIX + "engines", "engines by role and state", labels=["role", "state"])
+        engines = GaugeMetricFamily(
+            PREFIX + "engines", "engines by role and state", labels=["role", "state"]
+        )
         counts: dict[tuple[str, str], int] = {}
         for e in status["engines"]:
             counts[e["role"], e["state"]] = counts.get((e["role"], e["state"]), 0) + 1
@@ -75,7 +83,10 @@ def serve_http(cluster: Cluster, host: str, port: int) -> ThreadingHTTPServer:
             try:
                 self._page()
             except queue.Empty:
-                body = {"status": "unhealthy", "problems": [f"the router's thread has not answered for {ANSWER_TIMEOUT} s"]}
+                body = {
+                    "status": "unhealthy",
+                    "problems": [f"the router's thread has not answered for {ANSWER_TIMEOUT} s"],
+                }
                 self._answer(503, json.dumps(body), "application/json")
 
         def _page(self) -> None:

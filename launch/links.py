@@ -1,8 +1,9 @@
-"""The transport between prompt and completion engines of different processes, staged through host memory.
+"""The transport between prompt and completion engines of different processes, staged through host
+memory.
 
-Pages are copied to the host on the prompt side, sent as raw frames on the link's own connection (so they cannot overtake the
-messages around them), and put on the target rank's devices on the other side. Works between any two meshes: whole entries
-travel, each side splits them over its own tp.
+Pages are copied to the host on the prompt side, sent as raw frames on the link's own connection (so
+they cannot overtake the messages around them), and put on the target rank's devices on the other
+side. Works between any two meshes: whole entries travel, each side splits them over its own tp.
 """
 
 from __future__ import annotations
@@ -16,29 +17,37 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deepinfer_jax import wire
-from deepinfer_jax.handoff import Link, Message, PeerLost
-from deepinfer_jax.kv_transfer import BlockMover, Payload
-from deepinfer_jax.wire_hub import Channel
+from deepinfer_jax.disagg.protocol import Link, Message, PeerLost
+from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.hub import Channel
 
 logger = logging.getLogger(__name__)
 
-MESSAGES = frozenset({"reserve", "pages", "deliver", "cancel", "granted", "refused", "ack", "failed"})
+MESSAGES = frozenset(
+    {"reserve", "pages", "deliver", "cancel", "granted", "refused", "ack", "failed"}
+)
 
 
 class NetLink(Link):
     """One end. Messages arrive in the hub's thread and are read by the engine's (`poll`)."""
 
     def __init__(
-        self, peer: str, channel: Channel, wake: Callable[[], None], exporter: Exporter | None = None, importer: Any | None = None
+        self,
+        peer: str,
+        channel: Channel,
+        wake: Callable[[], None],
+        exporter: Exporter | None = None,
+        importer: Any | None = None,
     ) -> None:
-        """exporter: on the prompt side. importer: on the completion side, HostImporter or DeviceImporter."""
+        """exporter: on the prompt side. importer: on the completion side, HostImporter or
+        DeviceImporter."""
         self.peer, self.channel = peer, channel
         self._exporter, self._importer, self._wake = exporter, importer, wake
         self._inbox: deque[Message] = deque()
         self._lost: str | None = None
 
-    # ---- Link (the engine's thread) --------------------------------------------------------------------------------
+    # ---- Link (the engine's thread) --------------------------------------------------------------
 
     def send(self, message: Message, rank: int = 0) -> None:
         hand = wire.Hand(message.kind, message.handoff_id, message.body, rank)
@@ -58,7 +67,7 @@ class NetLink(Link):
     def close(self, reason: str = "closed") -> None:
         self.channel.close(reason)
 
-    # ---- Handler (the hub's thread) --------------------------------------------------------------------------------
+    # ---- Handler (the hub's thread) --------------------------------------------------------------
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
         pass
@@ -95,7 +104,8 @@ class NetLink(Link):
 
 
 class Exporter(Protocol):
-    """Prompt side of a transport: everything a prompt engine sends on its links passes it, in order."""
+    """Prompt side of a transport: everything a prompt engine sends on its links passes it, in
+    order."""
 
     sent_bytes: int
 
@@ -123,11 +133,14 @@ class HostImporter:
 
 
 class Stager:
-    """A thread that waits for payloads to reach the host and sends them; everything a prompt engine sends passes it, in order."""
+    """A thread that waits for payloads to reach the host and sends them; everything a prompt engine
+    sends passes it, in order."""
 
     def __init__(self, mover: BlockMover, name: str) -> None:
         self._mover = mover
-        self._queue: queue.SimpleQueue[tuple[Channel, wire.Hand, Payload | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Channel, wire.Hand, Payload | None] | None] = (
+            queue.SimpleQueue()
+        )
         self.sent_bytes = 0
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"stager-{name}", daemon=True)
@@ -147,7 +160,9 @@ class Stager:
                 continue
             try:
                 frames = self._stage(hand, payload) if payload is not None else ()
-            except Exception as error:  # the device is in trouble: the engine's next step says so too
+            except (
+                Exception
+            ) as error:  # the device is in trouble: the engine's next step says so too
                 logger.exception("cannot copy KV to the host")
                 self.failed = f"{type(error).__name__}: {error}"
                 channel.close(f"cannot copy KV to the host: {error}")
@@ -158,4 +173,6 @@ class Stager:
         arrays = self._mover.to_host(payload)
         hand.arrays = [(name, list(a.shape), a.dtype.name) for name, a in arrays.items()]
         self.sent_bytes += sum(a.nbytes for a in arrays.values())
-        return [memoryview(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays.values()]
+        return [
+            memoryview(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays.values()
+        ]

@@ -1,4 +1,5 @@
-"""One engine in a process of its own: its loop, its session with the router, its links to engines of the other role."""
+"""One engine in a process of its own: its loop, its session with the router, its links to engines
+of the other role."""
 
 from __future__ import annotations
 
@@ -14,37 +15,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer_jax import wire
-from deepinfer_jax.engine import LLMEngine
-from deepinfer_jax.handoff import HandoffConfig, check_layouts
+from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
+from deepinfer_jax.disagg.protocol import HandoffConfig, check_layouts
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.launch.links import HostImporter, NetLink, Stager
 from deepinfer_jax.launch.peer_links import PeerLinks
 from deepinfer_jax.launch.placement import RouterPlacement
 from deepinfer_jax.outputs import RequestOutput
-from deepinfer_jax.pd_engines import CompletionEngine, PromptEngine
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig
+from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.sampling_params import SamplingParams
-from deepinfer_jax.wire_hub import Channel, Hub, HubConfig
-from deepinfer_jax.wire_security import Security
 
 logger = logging.getLogger(__name__)
 
 ARRIVAL_POLL = 0.0005
 IDLE_POLL = 0.2
 GROUP_IDLE = 0.02
-"""Most seconds between the votes of an idle job of several processes: a request at one of them waits for the others' next vote."""
+"""Most seconds between the votes of an idle job of several processes: a request at one of them
+waits for the others' next vote."""
 STUCK = 5.0
-"""Seconds of one round after which this process does not join a router until the round has ended."""
+"""Seconds of one round after which this process does not join a router until the round has ended.
+"""
 REDIAL = 0.5
 """Seconds between attempts to reach a router, or a completion engine that the router knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """router: "tcp://host:port". name: unique among the living. job, process, processes: which part of which job this is.
-    data: where a completion engine listens ("tcp://host:0": any port); advertise: the host others reach it by.
-    transport: how KV travels, "host" (through host memory and this link's socket) or "device" (jax.experimental.transfer, where
-    both sides want it and their shards match; else "host").
-    drain_timeout: seconds that requests get to finish after SIGTERM."""
+    """router: "tcp://host:port". name: unique among the living. job, process, processes: which part
+    of which job this is. data: where a completion engine listens ("tcp://host:0": any port);
+    advertise: the host others reach it by. transport: how KV travels, "host" (through host memory
+    and this link's socket) or "device" (jax.experimental.transfer, where both sides want it and
+    their shards match; else "host"). drain_timeout: seconds that requests get to finish after
+    SIGTERM."""
 
     router: str
     name: str
@@ -55,16 +59,21 @@ class NodeConfig:
     advertise: str | None = None
     security: Security = field(default_factory=Security)
     hub: HubConfig = field(default_factory=HubConfig)
-    handoff: HandoffConfig = field(default_factory=lambda: HandoffConfig(timeout=10.0, retry_delay=0.002))
+    handoff: HandoffConfig = field(
+        default_factory=lambda: HandoffConfig(timeout=10.0, retry_delay=0.002)
+    )
     transport: str = "host"
     reserve_fraction: float = 1.0
     drain_timeout: float = 60.0
 
 
 class EngineNode:
-    """Call `run()` in the main thread. group: votes with the other processes of the job (None: there are none)."""
+    """Call `run()` in the main thread. group: votes with the other processes of the job (None:
+    there are none)."""
 
-    def __init__(self, engine: LLMEngine, config: NodeConfig, layout: dict[str, Any], group: Any = None) -> None:
+    def __init__(
+        self, engine: LLMEngine, config: NodeConfig, layout: dict[str, Any], group: Any = None
+    ) -> None:
         self.engine, self.config, self.layout, self.group = engine, config, layout, group
         self.hub = Hub(config.name, config.security, config.hub, self._ping)
         self._commands: deque[Callable[[], None]] = deque()
@@ -105,14 +114,18 @@ class EngineNode:
                 from deepinfer_jax.launch.device_links import start_server
 
                 self._transfer_server = start_server(_host_of(c))
-            self.data = bound if c.advertise is None else f"tcp://{c.advertise}:{bound.rpartition(':')[2]}"
+            self.data = (
+                bound if c.advertise is None else f"tcp://{c.advertise}:{bound.rpartition(':')[2]}"
+            )
             print(f"{c.name}: takes hand-overs at {self.data}", flush=True)
 
-    # ---- the engine's thread ---------------------------------------------------------------------------------------
+    # ---- the engine's thread ---------------------------------------------------------------------
 
     def run(self) -> int:
         """Until drained or failed; the process's exit code."""
-        if self.engine.args.snapshot_on_sigterm is None:  # else the engine's handler saves what is here, and ends the process
+        if (
+            self.engine.args.snapshot_on_sigterm is None
+        ):  # else the engine's handler saves what is here, and ends the process
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self.hub.start()
         self._dial_router()
@@ -139,7 +152,8 @@ class EngineNode:
         return code
 
     def _on_sigterm(self, *_: object) -> None:
-        self._terminated = True  # nothing else: this interrupts the main thread anywhere, with any lock in its hands
+        # nothing else: this interrupts the main thread anywhere, with any lock in its hands
+        self._terminated = True
 
     def _round(self) -> bool:
         if self._terminated and not self.draining:
@@ -170,7 +184,11 @@ class EngineNode:
         if isinstance(engine, CompletionEngine) and control.has_arriving:
             return ARRIVAL_POLL
         deadline = control.next_deadline
-        return IDLE_POLL if deadline is None else min(max(deadline - time.monotonic(), 0.001), IDLE_POLL)
+        return (
+            IDLE_POLL
+            if deadline is None
+            else min(max(deadline - time.monotonic(), 0.001), IDLE_POLL)
+        )
 
     def post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -188,7 +206,9 @@ class EngineNode:
             return
         try:
             params = SamplingParams.from_dict(m.params)
-            request = self.engine.add_request(m.key, {"prompt_token_ids": m.prompt_token_ids}, params, arrival_time=m.arrival_time)
+            request = self.engine.add_request(
+                m.key, {"prompt_token_ids": m.prompt_token_ids}, params, arrival_time=m.arrival_time
+            )
             request.completions[0].seed = m.seed
         except ValueError as error:
             self.tell(wire.HandOverFailed(m.key, str(error), False))
@@ -200,7 +220,9 @@ class EngineNode:
             self.placement.forget(key)
 
     def link_up(self, link: NetLink) -> None:
-        control = self.engine.sender if isinstance(self.engine, PromptEngine) else self.engine.receiver
+        control = (
+            self.engine.sender if isinstance(self.engine, PromptEngine) else self.engine.receiver
+        )
         old = control.links.get(link.peer)
         if old is not None and old is not link:
             control.peer_lost(link.peer, "replaced by a new connection")
@@ -222,7 +244,7 @@ class EngineNode:
                 self.engine.receiver.drop(handoff_id, "the router is gone")
         self.engine.abort_request(list(self.engine._requests))
 
-    # ---- leaving ---------------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------
 
     def begin_drain(self, reason: str) -> None:
         """Finish what is here, take nothing new, leave."""
@@ -233,7 +255,11 @@ class EngineNode:
         self._wake.set()
 
     def _leave_if_drained(self) -> None:
-        idle = not self._waiting and self.engine.num_unfinished_requests == 0 and not self._hand_overs()
+        idle = (
+            not self._waiting
+            and self.engine.num_unfinished_requests == 0
+            and not self._hand_overs()
+        )
         done = self.draining and (idle or time.monotonic() > self._drain_until)
         if self.group is not None:
             done = self.group.all_reduce_min([int(done)] * len(self.group.local_ranks)) == 1
@@ -241,15 +267,20 @@ class EngineNode:
             self._exit = (0, "drained" if idle else "not drained in time")
             self.engine.check_integrity()
             schedulers = self.engine.schedulers
-            held, blocks = sum(s.blocks.num_used for s in schedulers), sum(s.blocks.num_blocks for s in schedulers)
+            held, blocks = (
+                sum(s.blocks.num_used for s in schedulers),
+                sum(s.blocks.num_blocks for s in schedulers),
+            )
             print(f"{self.config.name}: {held} of {blocks} blocks are held", flush=True)
 
     def _hand_overs(self) -> int:
         if isinstance(self.engine, PromptEngine):
             return len(self.engine.sender.outgoing)
-        return len(self.engine.receiver.incoming) if isinstance(self.engine, CompletionEngine) else 0
+        return (
+            len(self.engine.receiver.incoming) if isinstance(self.engine, CompletionEngine) else 0
+        )
 
-    # ---- the router (the hub's thread) -----------------------------------------------------------------------------
+    # ---- the router (the hub's thread) -----------------------------------------------------------
 
     def tell(self, message: wire.WireMessage) -> None:
         channel = self._router
@@ -266,7 +297,9 @@ class EngineNode:
             "steps": sum(h.count for h in engine.stats_log.step_seconds.values()),
         }
         if isinstance(engine, PromptEngine) and engine.sender.seconds:
-            gauges["hand_over_ms"] = 1000 * statistics.median(engine.sender.seconds[-256:])  # reservation to acknowledgement
+            gauges["hand_over_ms"] = 1000 * statistics.median(
+                engine.sender.seconds[-256:]
+            )  # reservation to acknowledgement
         return wire.Ping(0.0 if since is None else time.monotonic() - since, gauges)
 
     def hello(self, kind: str) -> wire.Hello:
@@ -280,7 +313,11 @@ class EngineNode:
             process=c.process,
             processes=c.processes,
             layout=self.layout,
-            capacity=(ranks * e.config.max_num_seqs, ranks * e.runner.num_blocks * e.config.block_size, e.config.max_model_len),
+            capacity=(
+                ranks * e.config.max_num_seqs,
+                ranks * e.runner.num_blocks * e.config.block_size,
+                e.config.max_model_len,
+            ),
             data=self.data,
             model={
                 "model": str(e.args.model),
@@ -292,12 +329,18 @@ class EngineNode:
                 "enable_penalties": e.args.enable_penalties,
                 "mesh": {"dp": e.config.axes.dp, "ep": e.config.axes.ep, "tp": e.config.axes.tp},
             },
-            transports=["host"] if self.device_exporter is None else ["host", f"device {self.device_exporter.address}"],
+            transports=(
+                ["host"]
+                if self.device_exporter is None
+                else ["host", f"device {self.device_exporter.address}"]
+            ),
         )
 
     def _dial_router(self) -> None:
         since = self._busy_since
-        if since is not None and time.monotonic() - since > STUCK:  # it would be given work that it cannot do
+        if (
+            since is not None and time.monotonic() - since > STUCK
+        ):  # it would be given work that it cannot do
             threading.Timer(REDIAL, self._dial_router).start()
             return
         self.hub.dial(self.config.router, self.hello(self.kind), self)
@@ -339,7 +382,10 @@ class EngineNode:
             return  # leaving anyway
         else:
             if reason != self._lost_reason:
-                print(f"{self.config.name}: {'lost the' if was_open else 'no'} router: {reason}", flush=True)
+                print(
+                    f"{self.config.name}: {'lost the' if was_open else 'no'} router: {reason}",
+                    flush=True,
+                )
                 self._lost_reason = reason
             if was_open:
                 self.post(self._reset)
@@ -347,34 +393,46 @@ class EngineNode:
         self._wake.set()
 
     def _abandon(self, reason: str) -> None:
-        """A part of a job cannot go on alone, and its main thread may hang in a collective: end the process."""
+        """A part of a job cannot go on alone, and its main thread may hang in a collective: end the
+        process."""
         if self._exit is None:
             print(f"{self.config.name}: leaving: {reason}", flush=True)
             os._exit(3)
 
-    # ---- links (the hub's thread) ----------------------------------------------------------------------------------
+    # ---- links (the hub's thread) ----------------------------------------------------------------
 
     def _accept_link(self, channel: Channel, hello: wire.Hello) -> wire.Welcome:
         """Completion side."""
         if hello.kind != "prompt" or hello.layout is None:
-            raise ValueError(f"a completion engine takes hand-overs from prompt engines, not from a {hello.kind}")
+            raise ValueError(
+                f"a completion engine takes hand-overs from prompt engines, not from a {hello.kind}"
+            )
         check_layouts(hello.layout, self.layout)
         importer = self._importer(hello)
         link = NetLink(hello.name, channel, self.wake, importer=importer)
         channel.handler = link
         self.post(lambda: self.link_up(link))
-        return wire.Welcome(self.config.name, "", {"transport": "host" if isinstance(importer, HostImporter) else "device"})
+        return wire.Welcome(
+            self.config.name,
+            "",
+            {"transport": "host" if isinstance(importer, HostImporter) else "device"},
+        )
 
     def _importer(self, hello: wire.Hello) -> Any:
-        """The transport of a link: the device one where both sides have it and their shards match."""
-        address = next((t.partition(" ")[2] for t in hello.transports if t.startswith("device ")), None)
+        """The transport of a link: the device one where both sides have it and their
+        shards match."""
+        address = next(
+            (t.partition(" ")[2] for t in hello.transports if t.startswith("device ")), None
+        )
         if self._transfer_server is None or address is None:
             return HostImporter(self.engine.mover)
         from deepinfer_jax.launch.device_links import DeviceImporter, compatible
 
         if not compatible(self.hello(self.kind).model, hello.model):
             return HostImporter(self.engine.mover)
-        return DeviceImporter(self._transfer_server, address, self.engine.mover, self.config.handoff.timeout)
+        return DeviceImporter(
+            self._transfer_server, address, self.engine.mover, self.config.handoff.timeout
+        )
 
 
 def _host_of(config: NodeConfig) -> str:

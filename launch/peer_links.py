@@ -1,4 +1,5 @@
-"""A prompt engine's links to completion engines: one to every engine its router knows, dialled again when it is lost."""
+"""A prompt engine's links to completion engines: one to every engine its router knows, dialled
+again when it is lost."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_jax import wire
 from deepinfer_jax.launch.links import NetLink
-from deepinfer_jax.wire_hub import Channel
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.hub import Channel
 
 if TYPE_CHECKING:
     from deepinfer_jax.launch.node import EngineNode
@@ -18,14 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class PeerLinks:
-    """Everything runs in the hub's thread. known: what the router said last, by name. reported: what the router was told of this
-    engine, whether it has any link."""
+    """Everything runs in the hub's thread. known: what the router said last, by name. reported:
+    what the router was told of this engine, whether it has any link."""
 
     def __init__(self, node: EngineNode) -> None:
         self.node = node
         self.known: dict[str, wire.Peer] = {}
         self.reported = True
-        self._links: dict[str, tuple[str, NetLink | None]] = {}  # name -> (router's session of it, link)
+        self._links: dict[
+            str, tuple[str, NetLink | None]
+        ] = {}  # name -> (router's session of it, link)
         self._unlinked_since: float | None = None
 
     def look(self) -> None:
@@ -44,7 +47,8 @@ class PeerLinks:
         self._report()
 
     def _report(self) -> None:
-        """Without any link for as long as a peer may be silent: the router is told, and what waits here goes back."""
+        """Without any link for as long as a peer may be silent: the router is told, and what waits
+        here goes back."""
         now = time.monotonic()
         linked = not self.known or any(link is not None for _, link in self._links.values())
         self._unlinked_since = None if linked else (self._unlinked_since or now)
@@ -88,7 +92,9 @@ class _Dialled:
             return
         transport = welcome.info.get("transport", "host")
         exporter = node.device_exporter if transport == "device" else node.stager
-        logger.info("%s: hands over to %s by the %s transport", node.config.name, self.peer.name, transport)
+        logger.info(
+            "%s: hands over to %s by the %s transport", node.config.name, self.peer.name, transport
+        )
         channel.handler = link = _ReportingLink(links, self.peer.name, channel, exporter)
         links.up(self.peer, link)
 

@@ -1,16 +1,20 @@
-"""How a prompt engine asks its router, in another process, what its coordinator would say: answers come a moment later."""
+"""How a prompt engine asks its router, in another process, what its coordinator would say: answers
+come a moment later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepinfer_jax import wire
+from deepinfer_jax.rpc import messages as wire
 
 
 class RouterPlacement:
-    """A pd_engines.PromptCoordinator. Everything runs in the engine's thread; `send` may be called from any."""
+    """A pd_engines.PromptCoordinator. Everything runs in the engine's thread; `send` may be called
+    from any."""
 
-    def __init__(self, send: Callable[[wire.WireMessage], None], has_links: Callable[[], bool]) -> None:
+    def __init__(
+        self, send: Callable[[wire.WireMessage], None], has_links: Callable[[], bool]
+    ) -> None:
         self._send, self._has_links = send, has_links
         self._asked: dict[str, frozenset[str]] = {}
         self._answers: dict[str, str | None] = {}
@@ -52,4 +56,6 @@ class RouterPlacement:
 
     def hand_over_failed(self, key: str, reason: str, retry: bool) -> None:
         self.forget(key)
-        self._send(wire.HandOverFailed(key, reason, retry or not self._has_links()))  # another one may join
+        self._send(
+            wire.HandOverFailed(key, reason, retry or not self._has_links())
+        )  # another one may join

@@ -21,23 +21,40 @@ class Job:
 
 
 def detect(launch: LaunchArgs, env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Arguments for jax.distributed.initialize; {} leaves the detection to JAX (SLURM, Open MPI); None: one process.
+    """Arguments for jax.distributed.initialize; {} leaves the detection to JAX (SLURM, Open MPI);
+    None: one process.
 
-    In order: flags; LeaderWorkerSet's and Indexed Jobs' variables; what JAX detects. ValueError for half a set of flags.
+    In order: flags; LeaderWorkerSet's and Indexed Jobs' variables; what JAX detects. ValueError for
+    half a set of flags.
     """
-    given = {"coordinator": launch.coordinator, "num_processes": launch.num_processes, "process_id": launch.process_id}
+    given = {
+        "coordinator": launch.coordinator,
+        "num_processes": launch.num_processes,
+        "process_id": launch.process_id,
+    }
     if any(v is not None for v in given.values()):
         if launch.num_processes == 1:
             return None
         missing = [f"--{k.replace('_', '-')}" for k, v in given.items() if v is None]
         if missing:
-            raise ValueError(f"one job of several processes needs --coordinator, --num-processes and --process-id; missing {missing}")
+            raise ValueError(
+                "one job of several processes needs --coordinator, --num-processes and"
+                f" --process-id; missing {missing}"
+            )
         return _arguments(launch.coordinator, launch.num_processes, launch.process_id)
     if int(env.get("LWS_GROUP_SIZE", 1)) > 1:
         port = env.get("DEEPINFER_COORDINATOR_PORT", "9521")
-        return _arguments(f"{env['LWS_LEADER_ADDRESS']}:{port}", int(env["LWS_GROUP_SIZE"]), int(env["LWS_WORKER_INDEX"]))
+        return _arguments(
+            f"{env['LWS_LEADER_ADDRESS']}:{port}",
+            int(env["LWS_GROUP_SIZE"]),
+            int(env["LWS_WORKER_INDEX"]),
+        )
     if "JOB_COMPLETION_INDEX" in env and int(env.get("DEEPINFER_NUM_PROCESSES", 1)) > 1:
-        return _arguments(env["DEEPINFER_COORDINATOR"], int(env["DEEPINFER_NUM_PROCESSES"]), int(env["JOB_COMPLETION_INDEX"]))
+        return _arguments(
+            env["DEEPINFER_COORDINATOR"],
+            int(env["DEEPINFER_NUM_PROCESSES"]),
+            int(env["JOB_COMPLETION_INDEX"]),
+        )
     if int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_ID" in env:
         return {}
     if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
@@ -52,7 +69,8 @@ def _arguments(coordinator: str, count: int, index: int) -> dict[str, Any]:
 
 
 def join_job(launch: LaunchArgs) -> Job:
-    """Sets up devices and, for several processes, jax.distributed and the vote group. Before JAX's backend starts."""
+    """Sets up devices and, for several processes, jax.distributed and the vote group. Before JAX's
+    backend starts."""
     import jax
 
     if launch.cpu_devices is not None:
@@ -66,5 +84,10 @@ def join_job(launch: LaunchArgs) -> Job:
     jax.distributed.initialize(**arguments)
     from deepinfer_jax.launch.votes import connect_votes
 
-    group = connect_votes(jax.process_index(), jax.process_count(), launch.deadline, arguments.get("coordinator_address"))
+    group = connect_votes(
+        jax.process_index(),
+        jax.process_count(),
+        launch.deadline,
+        arguments.get("coordinator_address"),
+    )
     return Job(jax.process_index(), jax.process_count(), group)

@@ -1,9 +1,11 @@
-"""The router of a deployment: engines join it, clients send it requests. Needs no device and imports no JAX.
+"""The router of a deployment: engines join it, clients send it requests. Needs no device and
+imports no JAX.
 
   python -m deepinfer_jax.launch.router --listen 127.0.0.1:9510 --http-port 9511
 
-http://127.0.0.1:9511/healthz says 200 while requests make progress and every role is there, 503 and the reasons otherwise;
-/metrics is for Prometheus; /status is what `deepinfer-jax status` shows. SIGTERM: takes nothing new, lets requests finish, ends.
+http://127.0.0.1:9511/healthz says 200 while requests make progress and every role is there, 503 and
+the reasons otherwise; /metrics is for Prometheus; /status is what `deepinfer-jax status` shows.
+SIGTERM: takes nothing new, lets requests finish, ends.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from collections.abc import Sequence
 from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
 from deepinfer_jax.launch.http import serve_http
-from deepinfer_jax.scheduler.router import RouterConfig
-from deepinfer_jax.wire_hub import HubConfig
-from deepinfer_jax.wire_security import Security, is_loopback
+from deepinfer_jax.rpc.hub import HubConfig
+from deepinfer_jax.rpc.security import Security, is_loopback
+from deepinfer_jax.scheduler.routing.router import RouterConfig
 
 SIGNAL_POLL = 0.1
 
@@ -36,7 +38,8 @@ class RouterArgs:
     http_port: int = 9511
     """Port of /healthz, /metrics and /status (0: any free one)."""
     secret_file: str | None = None
-    """File with the deployment's shared secret; needed as soon as --listen is more than loopback."""
+    """File with the deployment's shared secret; needed as soon as --listen is more than loopback.
+    """
     deadline: float = 10.0
     """Seconds requests wait for a missing role before they end with a reason."""
     stall_timeout: float = 30.0
@@ -53,7 +56,9 @@ class RouterArgs:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="deepinfer-jax launch router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="deepinfer-jax launch router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_dataclass_flags(parser, RouterArgs, "router")
     add_dataclass_flags(parser, RouterConfig, "balancing")
@@ -62,14 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     set_up_logging()
     try:
-        return serve(RouterArgs(**dataclass_values(args, RouterArgs)), RouterConfig(**dataclass_values(args, RouterConfig)))
+        return serve(
+            RouterArgs(**dataclass_values(args, RouterArgs)),
+            RouterConfig(**dataclass_values(args, RouterConfig)),
+        )
     except (ValueError, OSError) as error:
         print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
         return 2
 
 
 def serve(a: RouterArgs, balancing: RouterConfig) -> int:
-    from deepinfer_jax.remote import as_endpoint
+    from deepinfer_jax.rpc.client import as_endpoint
 
     config = ClusterConfig(
         listen=as_endpoint(a.listen),
@@ -87,9 +95,15 @@ def serve(a: RouterArgs, balancing: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.append(number))
     cluster.start()
-    print(f"router: listening on {cluster.endpoint}, http://{a.http_host}:{http.server_port}/healthz", flush=True)
+    print(
+        f"router: listening on {cluster.endpoint}, http://{a.http_host}:{http.server_port}/healthz",
+        flush=True,
+    )
     if not is_loopback(a.http_host):
-        print(f"router: anybody who reaches {a.http_host}:{http.server_port} can read the status", flush=True)
+        print(
+            f"router: anybody who reaches {a.http_host}:{http.server_port} can read the status",
+            flush=True,
+        )
     while cluster.hub.thread.is_alive() and not stop:
         time.sleep(SIGNAL_POLL)
     if cluster.hub.thread.is_alive():

@@ -1,7 +1,8 @@
-"""What every model and the engine agree on: cache declarations, the batch a forward pass sees, mesh axes.
+"""What every model and the engine agree on: cache declarations, the batch a forward pass sees, mesh
+axes.
 
-Everything here is the *local view of one DP rank*: the step functions run inside `jax.shard_map`, so a model never sees
-the data-parallel dimension.
+Everything here is the *local view of one DP rank*: the step functions run inside `jax.shard_map`,
+so a model never sees the data-parallel dimension.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class PagedCache:
-    """A per-token cache indexed by block: each layer is an array `[num_blocks, block_size, *entry_shape]`.
+    """A per-token cache indexed by block: each layer is an array `[num_blocks, block_size,
+    *entry_shape]`.
 
     tp_dim: which dimension of entry_shape is split over the `tp` mesh axis (None: replicated).
     """
@@ -28,7 +30,8 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class StateCache:
-    """A per-sequence cache indexed by slot: each layer is an array `[num_slots, *shape]` (rings, compressor state)."""
+    """A per-sequence cache indexed by slot: each layer is an array `[num_slots, *shape]` (rings,
+    compressor state)."""
 
     name: str
     layers: int
@@ -44,9 +47,11 @@ Caches = dict[str, tuple[jax.Array, ...]]
 
 @dataclass(frozen=True)
 class ParallelAxes:
-    """Mesh axes as a model sees them from inside `jax.shard_map`; the mesh is (replica, ep, tp) and dp = replica * ep.
+    """Mesh axes as a model sees them from inside `jax.shard_map`; the mesh is (replica, ep, tp) and
+    dp = replica * ep.
 
-    A size of 1 means: the axis exists in the mesh and collectives over it are no-ops that may be skipped.
+    A size of 1 means: the axis exists in the mesh and collectives over it are no-ops that may be
+    skipped.
     """
 
     dp: int = 1
@@ -58,9 +63,14 @@ class ParallelAxes:
 
     def __post_init__(self) -> None:
         if self.dp < 1 or self.ep < 1 or self.tp < 1:
-            raise ValueError(f"dp, ep and tp must be >= 1, got dp={self.dp} ep={self.ep} tp={self.tp}")
+            raise ValueError(
+                f"dp, ep and tp must be >= 1, got dp={self.dp} ep={self.ep} tp={self.tp}"
+            )
         if self.dp % self.ep:
-            raise ValueError(f"ep must divide dp (experts are laid over the attention ranks), got dp={self.dp} ep={self.ep}")
+            raise ValueError(
+                f"ep must divide dp (experts are laid over the attention ranks), got dp={self.dp}"
+                f" ep={self.ep}"
+            )
 
     @property
     def dp_axes(self) -> tuple[str, str]:
@@ -70,19 +80,26 @@ class ParallelAxes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepBatch:
-    """The tokens of one step on one rank: T packed rows of S sequences, whose block tables hold P pages.
+    """The tokens of one step on one rank: T packed rows of S sequences, whose block tables hold P
+    pages.
 
-    Prefill: the rows of sequence s are `q_starts[s]:q_starts[s+1]`; rows from `q_starts[S]` on are padding.
-    Decode:  row i belongs to sequence i // q_per_seq (T == S * q_per_seq); a padding sequence has kv_lens 0.
-    The model first writes this step's keys and values at `write_slots`, then attends to `kv_lens` keys per sequence;
-    row j (0-based) of a sequence with q rows sits at position `kv_lens - q + j` and sees keys up to itself.
+    Prefill: the rows of sequence s are `q_starts[s]:q_starts[s+1]`; rows from `q_starts[S]` on are
+    padding. Decode:  row i belongs to sequence i // q_per_seq (T == S * q_per_seq); a padding
+    sequence has kv_lens 0. The model first writes this step's keys and values at `write_slots`,
+    then attends to `kv_lens` keys per sequence; row j (0-based) of a sequence with q rows sits at
+    position `kv_lens - q + j` and sees keys up to itself.
     """
 
     tokens: jax.Array  # i32 [T]
     positions: jax.Array  # i32 [T]; 0 in padding rows
-    write_slots: jax.Array  # i32 [T]; block * block_size + offset; >= num_blocks * block_size in padding rows (dropped)
-    block_tables: jax.Array  # i32 [S, P]; entries past a sequence's pages are any valid block id, never read into a result
-    kv_lens: jax.Array  # i32 [S]; keys per sequence once this step's rows are written; 0: padding sequence
+    write_slots: (
+        jax.Array
+    )  # i32 [T]; block * block_size + offset; >= num_blocks * block_size in padding rows (dropped)
+    # i32 [S, P]; entries past a sequence's pages are any valid block id, never read into a result
+    block_tables: jax.Array
+    kv_lens: (
+        jax.Array
+    )  # i32 [S]; keys per sequence once this step's rows are written; 0: padding sequence
     q_starts: jax.Array  # i32 [S + 1]
     seq_ids: jax.Array  # i32 [T]; S in padding rows
     state_slots: jax.Array  # i32 [S]; row of each StateCache; 0 in padding sequences

@@ -44,9 +44,11 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of a folder's model.safetensors, or of the shards its index names. A context manager.
+    """The tensors of a folder's model.safetensors, or of the shards its index names. A context
+    manager.
 
-    Raises ValueError when the folder has no safetensors weights, a shard is missing, or a file is damaged.
+    Raises ValueError when the folder has no safetensors weights, a shard is missing, or a file is
+    damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +61,12 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -67,13 +74,15 @@ class Checkpoint:
         self._maps.clear()
 
     def read(self, name: str) -> np.ndarray:
-        """A read-only view of the whole tensor; pages are read when touched. Call `release` when done with it."""
+        """A read-only view of the whole tensor; pages are read when touched. Call `release` when
+        done with it."""
         info = self.tensors[name]
         data = np.frombuffer(self._map(info.file), np.uint8, info.nbytes, info.offset)
         return data.view(info.dtype).reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Drops the tensor's pages from this process, so that a load does not count the file twice."""
+        """Drops the tensor's pages from this process, so that a load does not count the
+        file twice."""
         info = self.tensors[name]
         start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = info.offset + info.nbytes - start
@@ -88,7 +97,8 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: the shards of model.safetensors.index.json, else model.safetensors."""
+    """The safetensors files of a model folder: the shards of model.safetensors.index.json, else
+    model.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -103,13 +113,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """The safetensors header: u64 length, JSON, then the data (https://huggingface.co/docs/safetensors)."""
+    """The safetensors header: u64 length, JSON, then the data
+    (https://huggingface.co/docs/safetensors)."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         prefix = handle.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 0 < length <= size - 8:
-            raise ValueError(f"{file} is not a safetensors file or is truncated: {size} bytes, header of {length}")
+            raise ValueError(
+                f"{file} is not a safetensors file or is truncated: {size} bytes, header of"
+                f" {length}"
+            )
         try:
             header = json.loads(handle.read(length))
         except ValueError as error:
@@ -121,9 +135,13 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
 
 def _tensor_info(file: Path, name: str, entry: dict, base: int, size: int) -> TensorInfo:
     if entry["dtype"] not in SAFETENSORS_DTYPES:
-        raise ValueError(f"{file}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+        raise ValueError(
+            f"{file}: tensor {name} has dtype {entry['dtype']}, which is not supported"
+        )
     dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if end - begin != dtype.itemsize * int(np.prod(shape, dtype=np.int64)) or base + end > size:
-        raise ValueError(f"{file}: tensor {name} {shape} does not fit the file, which is truncated or damaged")
+        raise ValueError(
+            f"{file}: tensor {name} {shape} does not fit the file, which is truncated or damaged"
+        )
     return TensorInfo(file, dtype, shape, base + begin, end - begin)

@@ -1,6 +1,8 @@
-"""DeepSeek-V2 (and Lite), DeepSeek-V3 / R1, and the models that share their architecture (Kimi-K2, Moonlight).
+"""DeepSeek-V2 (and Lite), DeepSeek-V3 / R1, and the models that share their architecture (Kimi-K2,
+Moonlight).
 
-Latent attention, first dense and then mixture-of-experts layers; the two generations differ in the router's terms only.
+Latent attention, first dense and then mixture-of-experts layers; the two generations differ in the
+router's terms only.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from deepinfer_jax.models.rules import Rule, WeightRules, linear_rules, swiglu_r
 
 @dataclass(frozen=True)
 class DeepseekConfig:
-    """config.json under our names. first_dense: layers before the first MoE layer; mtp_layers: draft layers in the checkpoint."""
+    """config.json under our names. first_dense: layers before the first MoE layer; mtp_layers:
+    draft layers in the checkpoint."""
 
     model_type: str
     vocab_size: int
@@ -57,7 +60,8 @@ class DeepseekConfig:
 
 
 def router_config(hf: dict[str, Any]) -> RouterConfig:
-    """The router's terms. DeepSeek-V2 never normalises its weights, whatever norm_topk_prob says (as in transformers)."""
+    """The router's terms. DeepSeek-V2 never normalises its weights, whatever norm_topk_prob says
+    (as in transformers)."""
     experts, top_k = int(hf["n_routed_experts"]), int(hf["num_experts_per_tok"])
     v2 = hf.get("model_type") == "deepseek_v2"
     scoring = hf.get("scoring_func") or ("softmax" if v2 else "sigmoid")
@@ -71,15 +75,24 @@ def router_config(hf: dict[str, Any]) -> RouterConfig:
             return RouterConfig(experts, top_k, num_groups=groups, topk_groups=kept, scale=scale)
         case ("sigmoid", "noaux_tc"):
             normalize = bool(hf.get("norm_topk_prob", True))
-            return RouterConfig(experts, top_k, "sigmoid", True, groups, kept, "top2", normalize, 1e-20, scale)
+            return RouterConfig(
+                experts, top_k, "sigmoid", True, groups, kept, "top2", normalize, 1e-20, scale
+            )
     raise ValueError(
-        f"router scoring_func {scoring!r} with topk_method {method!r} is not supported; supported: softmax with greedy or "
-        "group_limited_greedy, sigmoid with noaux_tc"
+        f"router scoring_func {scoring!r} with topk_method {method!r} is not supported; supported:"
+        " softmax with greedy or group_limited_greedy, sigmoid with noaux_tc"
     )
 
 
 def mla_config(hf: dict[str, Any]) -> MLAConfig:
-    require(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_attention_heads")
+    require(
+        hf,
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "num_attention_heads",
+    )
     return MLAConfig(
         num_heads=int(hf["num_attention_heads"]),
         q_rank=int(hf["q_lora_rank"]) if hf.get("q_lora_rank") else None,
@@ -94,9 +107,18 @@ def mla_config(hf: dict[str, Any]) -> MLAConfig:
 
 
 class DecoderLayer(nnx.Module):
-    """x [T, hidden] -> (x, pool, load or None): attention and feed-forward, each behind a norm and added to the residual stream."""
+    """x [T, hidden] -> (x, pool, load or None): attention and feed-forward, each behind a norm and
+    added to the residual stream."""
 
-    def __init__(self, config: DeepseekConfig, index: int, *, axes: ParallelAxes, dtype: jnp.dtype, quant: str | None) -> None:
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        index: int,
+        *,
+        axes: ParallelAxes,
+        dtype: jnp.dtype,
+        quant: str | None,
+    ) -> None:
         c = config
         kwargs = {"dtype": dtype, "quant": quant, "axes": axes}
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
@@ -105,11 +127,20 @@ class DecoderLayer(nnx.Module):
         self.is_moe = c.is_moe(index)
         if self.is_moe:
             shared = c.num_shared_experts * c.moe_intermediate_size
-            self.mlp = MoE(c.hidden_size, c.moe_intermediate_size, c.router, shared_intermediate=shared, options=c.moe, **kwargs)
+            self.mlp = MoE(
+                c.hidden_size,
+                c.moe_intermediate_size,
+                c.router,
+                shared_intermediate=shared,
+                options=c.moe,
+                **kwargs,
+            )
         else:
             self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, **kwargs)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, pool: jax.Array, batch: StepBatch):
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, pool: jax.Array, batch: StepBatch
+    ):
         y, pool = self.attn(self.attn_norm(x), cos, sin, pool, batch)
         x = x + y
         if not self.is_moe:
@@ -119,21 +150,46 @@ class DecoderLayer(nnx.Module):
 
 
 class Deepseek(nnx.Module):
-    """See `models.base` for what a model is. Cache: "latent", one entry [1, kv_lora_rank + qk_rope_head_dim] per token and layer."""
+    """See `models.base` for what a model is. Cache: "latent", one entry [1, kv_lora_rank +
+    qk_rope_head_dim] per token and layer."""
 
-    def __init__(self, config: DeepseekConfig, *, axes: ParallelAxes, dtype: jnp.dtype, quant: str | None = None) -> None:
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        *,
+        axes: ParallelAxes,
+        dtype: jnp.dtype,
+        quant: str | None = None,
+    ) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, quant=quant if config.tie_word_embeddings else None)
-        self.layers = nnx.List([DecoderLayer(config, i, axes=axes, dtype=dtype, quant=quant) for i in range(config.num_layers)])
+        self.embed = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            dtype,
+            quant=quant if config.tie_word_embeddings else None,
+        )
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, i, axes=axes, dtype=dtype, quant=quant)
+                for i in range(config.num_layers)
+            ]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = None if config.tie_word_embeddings else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        )
 
     def __call__(self, caches: Caches, batch: StepBatch) -> tuple[jax.Array, Caches]:
         hidden, caches, _ = self.forward_with_load(caches, batch)
         return hidden, caches
 
-    def forward_with_load(self, caches: Caches, batch: StepBatch) -> tuple[jax.Array, Caches, jax.Array]:
-        """As `__call__`, and i32 [MoE layers, num_experts]: how many of this rank's tokens chose each logical expert."""
+    def forward_with_load(
+        self, caches: Caches, batch: StepBatch
+    ) -> tuple[jax.Array, Caches, jax.Array]:
+        """As `__call__`, and i32 [MoE layers, num_experts]: how many of this rank's tokens chose
+        each logical expert."""
         x = self.embed(batch.tokens)
         cos, sin = rope_cos_sin(self.config.mla.rope, batch.positions)
         pools, loads = [], []
@@ -141,7 +197,9 @@ class Deepseek(nnx.Module):
             x, pool, load = layer(x, cos, sin, pool, batch)
             pools.append(pool)
             loads += [] if load is None else [load]
-        loads = jnp.stack(loads) if loads else jnp.zeros((0, self.config.router.num_experts), jnp.int32)
+        loads = (
+            jnp.stack(loads) if loads else jnp.zeros((0, self.config.router.num_experts), jnp.int32)
+        )
         return self.norm(x), {**caches, "latent": tuple(pools)}, loads
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
@@ -150,9 +208,16 @@ class Deepseek(nnx.Module):
 
     @classmethod
     def config_from_hf(cls, hf: dict[str, Any]) -> DeepseekConfig:
-        """From config.json in any spelling; ValueError naming a missing key or an unsupported term."""
+        """From config.json in any spelling; ValueError naming a missing key or an
+        unsupported term."""
         require_silu(hf)
-        require(hf, "intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+        require(
+            hf,
+            "intermediate_size",
+            "moe_intermediate_size",
+            "n_routed_experts",
+            "num_experts_per_tok",
+        )
         mla = mla_config(hf)
         common = common_fields(hf) | {"head_dim": mla.nope_dim + mla.rope_dim}
         mtp = hf.get("num_nextn_predict_layers")
@@ -169,14 +234,22 @@ class Deepseek(nnx.Module):
         )
 
     @classmethod
-    def cache_specs(cls, config: DeepseekConfig, axes: ParallelAxes, dtype: jnp.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        cls, config: DeepseekConfig, axes: ParallelAxes, dtype: jnp.dtype
+    ) -> tuple[CacheSpec, ...]:
         return (config.mla.cache_spec(config.num_layers, dtype),)
 
     @classmethod
     def weight_rules(cls, config: DeepseekConfig, axes: ParallelAxes) -> WeightRules:
-        """Layers past num_layers are multi-token-prediction drafts, which are recognised and left in the checkpoint."""
-        rules = [Rule("embed.kernel", ("model.embed_tokens.weight",)), Rule("norm.weight", ("model.norm.weight",))]
-        ignored = [rf"model\.layers\.{config.num_layers + i}\..*" for i in range(max(1, config.mtp_layers))]
+        """Layers past num_layers are multi-token-prediction drafts, which are recognised and left
+        in the checkpoint."""
+        rules = [
+            Rule("embed.kernel", ("model.embed_tokens.weight",)),
+            Rule("norm.weight", ("model.norm.weight",)),
+        ]
+        ignored = [
+            rf"model\.layers\.{config.num_layers + i}\..*" for i in range(max(1, config.mtp_layers))
+        ]
         if config.tie_word_embeddings:
             ignored.append(r"lm_head\.weight")
         else:
@@ -204,11 +277,16 @@ def layer_rules(config: DeepseekConfig, index: int, axes: ParallelAxes) -> list[
     if not config.is_moe(index):
         return rules + swiglu_rules(f"{target}.mlp", f"{source}.mlp")
     rules += moe_rules(f"{target}.mlp", f"{source}.mlp", config.router, axes, config.moe)
-    return rules + (swiglu_rules(f"{target}.mlp.shared", f"{source}.mlp.shared_experts") if config.num_shared_experts else [])
+    return rules + (
+        swiglu_rules(f"{target}.mlp.shared", f"{source}.mlp.shared_experts")
+        if config.num_shared_experts
+        else []
+    )
 
 
 def mla_rules(c: MLAConfig, target: str, source: str) -> list[Rule]:
-    """kv_b_proj [H * (nope + v), rank] holds, head by head, the rows that make keys and then those that make values."""
+    """kv_b_proj [H * (nope + v), rank] holds, head by head, the rows that make keys and then those
+    that make values."""
     rows = c.nope_dim + c.v_dim
 
     def split(weight: np.ndarray, values: bool) -> np.ndarray:

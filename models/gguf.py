@@ -1,6 +1,8 @@
-"""GGUF files into Hugging Face style folders: config.json, model.safetensors, tokenizer.json, generation_config.json.
+"""GGUF files into Hugging Face style folders: config.json, model.safetensors, tokenizer.json,
+generation_config.json.
 
-Tensor data streams through in pieces of a few MiB. Names and layouts follow llama.cpp's conversion script, undone here.
+Tensor data streams through in pieces of a few MiB. Names and layouts follow llama.cpp's conversion
+script, undone here.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ import numpy as np
 
 from deepinfer_jax.models.gguf_tokenizer import write_tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """general.architecture -> architecture in config.json."""
 
-DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+DTYPES = {
+    "float32": ("F32", np.dtype(np.float32)),
+    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+}
 CHUNK_ELEMENTS = 2 << 20
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -42,7 +51,8 @@ _SKIPPED = ("rope_freqs.weight",)  # config.json says the same as rope parameter
 
 
 class GGUFFile:
-    """Metadata and tensors of one file. ValueError when it is not GGUF or is one part of a split model."""
+    """Metadata and tensors of one file. ValueError when it is not GGUF or is one part of a split
+    model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,10 +61,16 @@ class GGUFFile:
         except (ValueError, OSError, IndexError) as error:
             raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
         if self.get("split.count", 1) > 1:
-            raise ValueError(f"{path} is part of a GGUF model split over {self.get('split.count')} files; merge them first")
+            raise ValueError(
+                f"{path} is part of a GGUF model split over {self.get('split.count')} files; merge"
+                " them first"
+            )
         self.arch = self.get("general.architecture")
         if self.arch not in ARCHITECTURES:
-            raise ValueError(f"{path}: GGUF architecture {self.arch!r} is not supported; supported: {sorted(ARCHITECTURES)}")
+            raise ValueError(
+                f"{path}: GGUF architecture {self.arch!r} is not supported; supported:"
+                f" {sorted(ARCHITECTURES)}"
+            )
         self.tensors = {t.name: t for t in self.reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -78,7 +94,8 @@ class _Output:
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str = "float32") -> None:
-    """Writes the model of `source` into the existing, empty `folder`; weights dequantised to `dtype` (float32 or bfloat16).
+    """Writes the model of `source` into the existing, empty `folder`; weights dequantised to
+    `dtype` (float32 or bfloat16).
 
     Raises ValueError naming an unsupported architecture, rope type, tokenizer or tensor.
     """
@@ -87,7 +104,11 @@ def convert_gguf(source: Path, folder: Path, dtype: str = "float32") -> None:
     file = GGUFFile(source)
     config = hf_config(file) | {"dtype": dtype}
     _write_json(folder / "config.json", config)
-    ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
+    ids = {
+        k: config[k]
+        for k in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if config.get(k) is not None
+    }
     _write_json(folder / "generation_config.json", ids)
     write_tokenizer(file.get, folder)
     write_safetensors(folder / "model.safetensors", _outputs(file, config), dtype)
@@ -97,7 +118,10 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     """config.json's content from a GGUF file's metadata."""
     if file.get("{arch}.expert_count", 0):
         raise ValueError(f"{file.path}: GGUF models with experts are not supported")
-    heads, hidden = int(file.need("{arch}.attention.head_count")), int(file.need("{arch}.embedding_length"))
+    heads, hidden = (
+        int(file.need("{arch}.attention.head_count")),
+        int(file.need("{arch}.embedding_length")),
+    )
     head_dim = int(file.get("{arch}.attention.key_length") or hidden // heads)
     return {
         "architectures": [ARCHITECTURES[file.arch]],
@@ -142,24 +166,46 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
-        raise ValueError(f"{file.path}: rope scaling {kind!r} is not supported; supported: 'none', 'linear', 'yarn'")
-    rope = {"rope_type": kind, "rope_theta": theta, "factor": _shortest(file.need("{arch}.rope.scaling.factor"))}
+        raise ValueError(
+            f"{file.path}: rope scaling {kind!r} is not supported; supported: 'none', 'linear',"
+            " 'yarn'"
+        )
+    rope = {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": _shortest(file.need("{arch}.rope.scaling.factor")),
+    }
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = int(file.need("{arch}.rope.scaling.original_context_length"))
+        rope["original_max_position_embeddings"] = int(
+            file.need("{arch}.rope.scaling.original_context_length")
+        )
     return rope
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's scaling, which GGUF holds as one divisor per frequency: recovered and checked against those divisors."""
+    """Llama 3.1's scaling, which GGUF holds as one divisor per frequency: recovered and checked
+    against those divisors."""
     from deepinfer_jax.models.layers.rope import RopeConfig, inv_frequencies
 
     divisors = np.asarray(file.tensors["rope_freqs.weight"].data, np.float32).reshape(-1)
-    scaling = {"factor": float(round(float(divisors.max()), 4)), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "factor": float(round(float(divisors.max()), 4)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = RopeConfig(head_dim, theta, "llama3", original_max_position=8192, **scaling)
     expected = inv_frequencies(RopeConfig(head_dim, theta)) / inv_frequencies(config)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise ValueError(f"{file.path}: its rope_freqs are not those of Llama 3.1's scaling, and no other is supported")
-    return {"rope_type": "llama3", "rope_theta": theta, "original_max_position_embeddings": 8192, **scaling}
+        raise ValueError(
+            f"{file.path}: its rope_freqs are not those of Llama 3.1's scaling, and no other is"
+            " supported"
+        )
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "original_max_position_embeddings": 8192,
+        **scaling,
+    }
 
 
 def _outputs(file: GGUFFile, config: dict[str, Any]) -> list[_Output]:
@@ -173,26 +219,37 @@ def _outputs(file: GGUFFile, config: dict[str, Any]) -> list[_Output]:
             continue
         heads = None
         if file.arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            heads = config["num_attention_heads" if name.split(".")[-2] == "q_proj" else "num_key_value_heads"]
+            heads = config[
+                "num_attention_heads" if name.split(".")[-2] == "q_proj" else "num_key_value_heads"
+            ]
         shape = tuple(int(n) for n in reversed(tensor.shape))
         outputs.append(_Output(name, shape, lambda t=tensor, h=heads, s=shape: _pieces(t, s, h)))
     if unknown:
-        raise ValueError(f"{file.path} has tensors without a known meaning for {file.arch!r}: {', '.join(unknown)}")
+        raise ValueError(
+            f"{file.path} has tensors without a known meaning for {file.arch!r}:"
+            f" {', '.join(unknown)}"
+        )
     return outputs
 
 
 def hf_name(name: str) -> str | None:
-    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; None when the name is not known."""
+    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; None when the name is not
+    known."""
     stem, _, kind = name.rpartition(".")
     if stem in _GLOBAL:
         return f"{_GLOBAL[stem]}.{kind}"
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    return f"model.layers.{layer}.{_LAYER[part]}.{kind}" if block == "blk" and part in _LAYER else None
+    return (
+        f"model.layers.{layer}.{_LAYER[part]}.{kind}" if block == "blk" and part in _LAYER else None
+    )
 
 
-def _pieces(tensor: gguf.ReaderTensor, shape: tuple[int, ...], heads: int | None) -> Iterator[np.ndarray]:
-    """Dequantised rows in order. heads: the rows of each head lie with rotary pairs interleaved; put halves one after the other."""
+def _pieces(
+    tensor: gguf.ReaderTensor, shape: tuple[int, ...], heads: int | None
+) -> Iterator[np.ndarray]:
+    """Dequantised rows in order. heads: the rows of each head lie with rotary pairs interleaved;
+    put halves one after the other."""
     if heads is not None:
         rows = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         yield unpermute(rows, heads)
@@ -203,7 +260,8 @@ def _pieces(tensor: gguf.ReaderTensor, shape: tuple[int, ...], heads: int | None
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """[heads * D, ...] with each head's rows as (0, D/2, 1, D/2 + 1, ...) -> in order 0 .. D - 1."""
+    """[heads * D, ...] with each head's rows as (0, D/2, 1, D/2 + 1, ...) -> in order 0
+    .. D - 1."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 

@@ -1,4 +1,5 @@
-"""Converted models, kept in a cache folder: made once, complete or absent, whatever several processes do at once."""
+"""Converted models, kept in a cache folder: made once, complete or absent, whatever several
+processes do at once."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def cache_root() -> Path:
 def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
     """`<cache>/models/<name>`, made by `fill(empty folder)` when absent.
 
-    Filled under another name and renamed when complete, while holding a lock: a second process waits for the first, and
-    what a killed process left behind is removed by the next.
+    Filled under another name and renamed when complete, while holding a lock: a second process
+    waits for the first, and what a killed process left behind is removed by the next.
     """
     folder = cache_root() / "models" / f"{name}-v{CONVERTER_VERSION}"
     if folder.is_dir():
@@ -55,7 +56,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def converted_folder(source: Path) -> Path:
-    """The folder that a GGUF file converts to; converted again when the file's size or time of change differ.
+    """The folder that a GGUF file converts to; converted again when the file's size or time of
+    change differ.
 
     Raises ValueError when there is no such file or it is not supported.
     """

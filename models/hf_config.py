@@ -1,4 +1,5 @@
-"""Reading Hugging Face model folders' JSON files, and the checks every model's `config_from_hf` shares."""
+"""Reading Hugging Face model folders' JSON files, and the checks every model's `config_from_hf`
+shares."""
 
 from __future__ import annotations
 
@@ -53,11 +54,19 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields that every model's config has, under our names; a head's width defaults to hidden_size / heads.
+    """The fields that every model's config has, under our names; a head's width defaults to
+    hidden_size / heads.
 
     Raises ValueError naming missing keys.
     """
-    require(hf, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    require(
+        hf,
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
     heads = int(hf["num_attention_heads"])
     return {
         "model_type": str(hf.get("model_type", "")),
@@ -76,7 +85,8 @@ def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_quantization(hf: dict[str, Any]) -> str | None:
-    """How the checkpoint's weights are quantised: None or "fp8" (e4m3, 128x128 blocks, as DeepSeek-V3 is published).
+    """How the checkpoint's weights are quantised: None or "fp8" (e4m3, 128x128 blocks, as
+    DeepSeek-V3 is published).
 
     Raises ValueError naming the method or block size when it is another one.
     """
@@ -85,7 +95,13 @@ def checkpoint_quantization(hf: dict[str, Any]) -> str | None:
         return None
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8":
-        raise ValueError(f"checkpoints quantised with {method!r} are not supported; supported: 'fp8' with 128x128 blocks")
+        raise ValueError(
+            f"checkpoints quantised with {method!r} are not supported; supported: 'fp8' with"
+            " 128x128 blocks"
+        )
     if block is None or list(block) != [128, 128]:
-        raise ValueError(f"fp8 checkpoints with weight_block_size {block} are not supported; supported: [128, 128]")
+        raise ValueError(
+            f"fp8 checkpoints with weight_block_size {block} are not supported; supported: [128,"
+            " 128]"
+        )
     return "fp8"

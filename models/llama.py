@@ -1,4 +1,5 @@
-"""Llama-family dense decoders: Llama 2 and 3, Mistral, SmolLM2 and the layers that Qwen's dense models share."""
+"""Llama-family dense decoders: Llama 2 and 3, Mistral, SmolLM2 and the layers that Qwen's dense
+models share."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from deepinfer_jax.models.rules import Rule, WeightRules, linear_rules, swiglu_r
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """A dense decoder. windows: per layer, how many rows (itself included) a row sees; None: all."""
+    """A dense decoder. windows: per layer, how many rows (itself included) a row sees;
+    None: all."""
 
     model_type: str
     vocab_size: int
@@ -50,8 +52,11 @@ class DenseConfig:
         return HeadLayout(self.num_heads, self.num_kv_heads, self.head_dim, axes.tp)
 
 
-def dense_config(hf: dict[str, Any], windows: tuple[int | None, ...] | None = None, **fields: Any) -> DenseConfig:
-    """The fields all dense decoders spell alike; `fields` are the model's own. ValueError names what is unsupported."""
+def dense_config(
+    hf: dict[str, Any], windows: tuple[int | None, ...] | None = None, **fields: Any
+) -> DenseConfig:
+    """The fields all dense decoders spell alike; `fields` are the model's own. ValueError names
+    what is unsupported."""
     require(hf, "intermediate_size")
     require_silu(hf)
     common = common_fields(hf)
@@ -65,23 +70,38 @@ def dense_config(hf: dict[str, Any], windows: tuple[int | None, ...] | None = No
 
 
 def layer_windows(hf: dict[str, Any], default: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Each layer's window from `layer_types` where the configuration has it, else `default`. ValueError for other layer types."""
+    """Each layer's window from `layer_types` where the configuration has it, else `default`.
+    ValueError for other layer types."""
     types = hf.get("layer_types")
     if not types:
         return default
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"layer types {unknown} are not supported; supported: 'full_attention', 'sliding_attention'")
+        raise ValueError(
+            f"layer types {unknown} are not supported; supported: 'full_attention',"
+            " 'sliding_attention'"
+        )
     if len(types) != len(default):
         raise ValueError(f"layer_types has {len(types)} entries for {len(default)} layers")
     if "sliding_attention" in types and not hf.get("sliding_window"):
         raise ValueError("layer_types has 'sliding_attention' but sliding_window is not set")
-    return tuple(int(hf["sliding_window"]) if kind == "sliding_attention" else None for kind in types)
+    return tuple(
+        int(hf["sliding_window"]) if kind == "sliding_attention" else None for kind in types
+    )
 
 
 class DecoderLayer(nnx.Module):
-    """x [T, hidden] -> [T, hidden]: attention and feed-forward, each normalised before and added after."""
+    """x [T, hidden] -> [T, hidden]: attention and feed-forward, each normalised before and added
+    after."""
 
-    def __init__(self, config: DenseConfig, index: int, *, axes: ParallelAxes, dtype: jnp.dtype, quant: str | None) -> None:
+    def __init__(
+        self,
+        config: DenseConfig,
+        index: int,
+        *,
+        axes: ParallelAxes,
+        dtype: jnp.dtype,
+        quant: str | None,
+    ) -> None:
         c, options = config, {"dtype": dtype, "quant": quant, "axes": axes}
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.attn = GQAttention(
@@ -97,48 +117,101 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **options)
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: StepBatch
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        batch: StepBatch,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         attended, k_pool, v_pool = self.attn(self.attn_norm(x), cos, sin, k_pool, v_pool, batch)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
 
     def weights(self) -> LayerWeights | None:
-        """The layer's parameters for `decoder_layers`; None where that op does not describe it (split over tp, other biases)."""
+        """The layer's parameters for `decoder_layers`; None where that op does not describe it
+        (split over tp, other biases)."""
         attn, mlp = self.attn, self.mlp
         linears = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
-        if any(linear.axes.tp > 1 for linear in linears) or any(linear.bias is not None for linear in linears[1:]):
+        if any(linear.axes.tp > 1 for linear in linears) or any(
+            linear.bias is not None for linear in linears[1:]
+        ):
             return None
         qkv, out, gate_up, down = (linear.parts() for linear in linears)
         optional = (attn.qkv.bias, *(norm and norm.weight for norm in (attn.q_norm, attn.k_norm)))
         qkv_bias, q_norm, k_norm = (p if p is None else p[...] for p in optional)
         norms = self.attn_norm.weight[...], self.mlp_norm.weight[...]
-        return LayerWeights(norms[0], qkv, qkv_bias, q_norm, k_norm, out, norms[1], gate_up, down, attn.sliding_window)
+        return LayerWeights(
+            norms[0],
+            qkv,
+            qkv_bias,
+            q_norm,
+            k_norm,
+            out,
+            norms[1],
+            gate_up,
+            down,
+            attn.sliding_window,
+        )
 
 
 class Llama(nnx.Module):
-    """LlamaForCausalLM; see models/base.py for what a step sees. quant: storage of all linear layers and the head."""
+    """LlamaForCausalLM; see models/base.py for what a step sees. quant: storage of all linear
+    layers and the head."""
 
-    def __init__(self, config: DenseConfig, *, axes: ParallelAxes = WHOLE, dtype: jnp.dtype, quant: str | None = None) -> None:
+    def __init__(
+        self,
+        config: DenseConfig,
+        *,
+        axes: ParallelAxes = WHOLE,
+        dtype: jnp.dtype,
+        quant: str | None = None,
+    ) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, quant=quant if config.tie_word_embeddings else None)
-        self.layers = nnx.List([DecoderLayer(config, i, axes=axes, dtype=dtype, quant=quant) for i in range(config.num_layers)])
+        self.embed = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            dtype,
+            quant=quant if config.tie_word_embeddings else None,
+        )
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, i, axes=axes, dtype=dtype, quant=quant)
+                for i in range(config.num_layers)
+            ]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = None if config.tie_word_embeddings else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        )
 
     @classmethod
     def config_from_hf(cls, hf: dict[str, Any]) -> DenseConfig:
-        """config.json in its old or new spelling; ValueError names what is missing or unsupported."""
+        """config.json in its old or new spelling; ValueError names what is missing or
+        unsupported."""
         bias = bool(hf.get("attention_bias", False))
-        return dense_config({"rms_norm_eps": 1e-6, **hf}, qkv_bias=bias, out_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+        return dense_config(
+            {"rms_norm_eps": 1e-6, **hf},
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+        )
 
     @classmethod
-    def cache_specs(cls, config: DenseConfig, axes: ParallelAxes, dtype: jnp.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        cls, config: DenseConfig, axes: ParallelAxes, dtype: jnp.dtype
+    ) -> tuple[CacheSpec, ...]:
         return kv_cache_specs(config.head_layout(axes), config.num_layers, dtype)
 
     @classmethod
     def weight_rules(cls, config: DenseConfig, axes: ParallelAxes) -> WeightRules:
-        rules = [Rule("embed.kernel", ("model.embed_tokens.weight",)), Rule("norm.weight", ("model.norm.weight",))]
+        rules = [
+            Rule("embed.kernel", ("model.embed_tokens.weight",)),
+            Rule("norm.weight", ("model.norm.weight",)),
+        ]
         for i in range(config.num_layers):
             rules += layer_rules(config, i)
         if config.tie_word_embeddings:
@@ -156,15 +229,26 @@ class Llama(nnx.Module):
                 hidden, keys[i], values[i] = layer(hidden, cos, sin, keys[i], values[i], batch)
             return Result(self.norm(hidden), tuple(keys), tuple(values))
 
-        weights = [layer.weights() for layer in self.layers] if batch.is_decode and batch.q_per_seq == 1 else [None]
+        weights = (
+            [layer.weights() for layer in self.layers]
+            if batch.is_decode and batch.q_per_seq == 1
+            else [None]
+        )
         if None in weights:
             result = separate()
         else:
             rows = Rows(cos, sin, batch.block_tables, batch.kv_lens, batch.write_slots)
             result = decoder_layers(
-                x, rows, weights, self.norm.weight[...], caches["k"], caches["v"], eps=self.config.rms_norm_eps,
-                scale=self.config.head_dim**-0.5, separate=separate,
-            )  # fmt: skip
+                x,
+                rows,
+                weights,
+                self.norm.weight[...],
+                caches["k"],
+                caches["v"],
+                eps=self.config.rms_norm_eps,
+                scale=self.config.head_dim**-0.5,
+                separate=separate,
+            )
         return result.hidden, {**caches, "k": result.keys, "v": result.values}
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
@@ -179,7 +263,9 @@ class Mistral(Llama):
     def config_from_hf(cls, hf: dict[str, Any]) -> DenseConfig:
         window = hf.get("sliding_window")
         layers = int(hf.get("num_hidden_layers") or 0)
-        return dense_config(hf, windows=layer_windows(hf, (int(window) if window else None,) * layers))
+        return dense_config(
+            hf, windows=layer_windows(hf, (int(window) if window else None,) * layers)
+        )
 
 
 def layer_rules(config: DenseConfig, i: int) -> list[Rule]:
@@ -194,7 +280,8 @@ def layer_rules(config: DenseConfig, i: int) -> list[Rule]:
 
 
 def attention_rules(target: str, source: str, config: Any) -> list[Rule]:
-    """Rules of a `GQAttention`; config: num_heads, num_kv_heads, head_dim, qkv_bias, out_bias, qk_norm."""
+    """Rules of a `GQAttention`; config: num_heads, num_kv_heads, head_dim, qkv_bias, out_bias,
+    qk_norm."""
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     rows = tuple(h * config.head_dim for h in heads)
     projections = tuple(f"{source}.{name}_proj" for name in "qkv")

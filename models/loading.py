@@ -1,12 +1,14 @@
 """From a model folder to parameters on devices.
 
-`load_model` builds the module abstractly (no memory), checks the checkpoint against the model's rules (models/rules.py
-says how a model declares them), then fills one parameter after the other: rows are read through a memory map, cast or
-quantised in pieces of a few MiB, and handed to the device; on a CPU the device takes the host buffer over without a copy.
-So the host's peak is the weights plus one piece there, and one parameter elsewhere. With a mesh, a process reads only the
+`load_model` builds the module abstractly (no memory), checks the checkpoint against the model's
+rules (models/rules.py says how a model declares them), then fills one parameter after the other:
+rows are read through a memory map, cast or quantised in pieces of a few MiB, and handed to the
+device; on a CPU the device takes the host buffer over without a copy. So the host's peak is the
+weights plus one piece there, and one parameter elsewhere. With a mesh, a process reads only the
 slices its own devices hold.
 
-Parameters are a plain nested dict of arrays (`nnx.merge(graphdef, params)` inside the trace takes it as it is).
+Parameters are a plain nested dict of arrays (`nnx.merge(graphdef, params)` inside the trace takes
+it as it is).
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from deepinfer_jax.models import registry
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.checkpoint import Checkpoint
-from deepinfer_jax.models.hf_config import checkpoint_quantization, read_folder_config, read_generation_config
+from deepinfer_jax.models.hf_config import (
+    checkpoint_quantization,
+    read_folder_config,
+    read_generation_config,
+)
 from deepinfer_jax.models.layers.param import partition_spec
 from deepinfer_jax.models.layers.quant import quant_format
 from deepinfer_jax.models.materialize import Index, Materializer, Slot, random_slice
@@ -43,7 +49,8 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """graphdef and params make the module (`nnx.merge`); param_specs is params' tree of PartitionSpec."""
+    """graphdef and params make the module (`nnx.merge`); param_specs is params' tree of
+    PartitionSpec."""
 
     graphdef: nnx.GraphDef
     params: Tree
@@ -53,7 +60,8 @@ class LoadedModel:
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a model folder, a GGUF file or "demo" (the last two are converted to a folder first)."""
+    """config.json of a model folder, a GGUF file or "demo" (the last two are converted to a folder
+    first)."""
     return read_folder_config(resolve_model_path(path))
 
 
@@ -63,11 +71,20 @@ def load_generation_config(path: str | Path) -> dict[str, Any]:
 
 
 def abstract_model(
-    config: Any, model_class: type, axes: ParallelAxes, dtype: jnp.dtype | str, quant: str | None = None
+    config: Any,
+    model_class: type,
+    axes: ParallelAxes,
+    dtype: jnp.dtype | str,
+    quant: str | None = None,
 ) -> tuple[nnx.GraphDef, Tree, Tree]:
-    """(graphdef, params as ShapeDtypeStruct of global shapes, their PartitionSpecs): for planning and AOT compilation."""
+    """(graphdef, params as ShapeDtypeStruct of global shapes, their PartitionSpecs): for planning
+    and AOT compilation."""
     graphdef, state = _abstract_state(config, model_class, axes, dtype, quant)
-    return graphdef, nnx.to_pure_dict(state), _nested({p: partition_spec(v, axes) for p, v in _variables(state)})
+    return (
+        graphdef,
+        nnx.to_pure_dict(state),
+        _nested({p: partition_spec(v, axes) for p, v in _variables(state)}),
+    )
 
 
 def load_model(
@@ -82,10 +99,12 @@ def load_model(
 ) -> LoadedModel:
     """Loads the folder, GGUF file or "demo" at `path`.
 
-    dtype: float32, bfloat16 or float16; checkpoint floats are cast. quant: None, "int8", "int4" or "fp8" for the linear
-    layers. mesh: devices to lay parameters over by `axes`; None: the default device. load_format "dummy": random weights,
-    only config.json is read. config_overrides: fields of the model's config that are ours to choose, such as `moe` (MoeOptions).
-    Raises ValueError for an unknown model, option or dtype, and one listing all missing, unexpected and wrongly shaped tensors.
+    dtype: float32, bfloat16 or float16; checkpoint floats are cast. quant: None, "int8", "int4" or
+    "fp8" for the linear layers. mesh: devices to lay parameters over by `axes`; None: the default
+    device. load_format "dummy": random weights, only config.json is read. config_overrides: fields
+    of the model's config that are ours to choose, such as `moe` (MoeOptions). Raises ValueError for
+    an unknown model, option or dtype, and one listing all missing, unexpected and wrongly shaped
+    tensors.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
@@ -100,10 +119,23 @@ def load_model(
     slots = {".".join(map(str, p)): Slot.of(".".join(map(str, p)), v) for p, v in variables.items()}
     paths = {".".join(map(str, p)): p for p in variables}
     if load_format == "dummy":
-        arrays = {paths[n]: place([(paths[n], s.shape)], lambda indices, s=s: [random_slice(s, indices[0])])[0] for n, s in slots.items()}
+        arrays = {
+            paths[n]: place(
+                [(paths[n], s.shape)], lambda indices, s=s: [random_slice(s, indices[0])]
+            )[0]
+            for n, s in slots.items()
+        }
     else:
         with Checkpoint(folder) as checkpoint:
-            arrays = _load(checkpoint, model_class, model_class.weight_rules(config, axes), slots, paths, place, axes.tp)
+            arrays = _load(
+                checkpoint,
+                model_class,
+                model_class.weight_rules(config, axes),
+                slots,
+                paths,
+                place,
+                axes.tp,
+            )
     return LoadedModel(graphdef, _nested(arrays), config, model_class, _nested(place.specs))
 
 
@@ -114,7 +146,9 @@ def _abstract_state(
         raise ValueError(f"dtype {name} is not supported; supported: {DTYPES}")
     if quant is not None:
         quant_format(quant)
-    module = nnx.eval_shape(lambda: model_class(config, axes=axes, dtype=jnp.dtype(dtype), quant=quant))
+    module = nnx.eval_shape(
+        lambda: model_class(config, axes=axes, dtype=jnp.dtype(dtype), quant=quant)
+    )
     return nnx.split(module)
 
 
@@ -144,11 +178,21 @@ def _load(
     rules = {rule.target: rule for rule in weight_rules.rules}
     companions = {path for slot in slots.values() for path in slot.companion_paths}
     _check_targets(model_class, rules, slots.keys() - companions)
-    jobs = [Materializer(checkpoint, r, [slots[p] for p in (t, *slots[t].companion_paths)], tp) for t, r in rules.items()]
-    if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(checkpoint, weight_rules):
-        raise ValueError(f"{checkpoint.folder} does not fit {model_class.__name__}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    jobs = [
+        Materializer(checkpoint, r, [slots[p] for p in (t, *slots[t].companion_paths)], tp)
+        for t, r in rules.items()
+    ]
+    if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(
+        checkpoint, weight_rules
+    ):
+        raise ValueError(
+            f"{checkpoint.folder} does not fit {model_class.__name__}:\n  "
+            + "\n  ".join(dict.fromkeys(problems))
+        )
     if left := [name for name in checkpoint.tensors if weight_rules.is_ignored(name)]:
-        logger.info("%s: %d tensors are not loaded, such as %s", checkpoint.folder, len(left), left[0])
+        logger.info(
+            "%s: %d tensors are not loaded, such as %s", checkpoint.folder, len(left), left[0]
+        )
     arrays: dict[tuple, jax.Array] = {}
     for job in jobs:
         targets = [(paths[slot.path], slot.shape) for slot in job.slots]
@@ -159,37 +203,54 @@ def _load(
 
 
 def _check_targets(model_class: type, rules: dict[str, Rule], wanted: set[str]) -> None:
-    """A model whose rules and parameters disagree is a programming error; it is named before anything is read."""
+    """A model whose rules and parameters disagree is a programming error; it is named before
+    anything is read."""
     if rules.keys() != wanted:
         without, unknown = sorted(wanted - rules.keys()), sorted(rules.keys() - wanted)
-        raise RuntimeError(f"{model_class.__name__}: parameters without a rule {without}, rules without a parameter {unknown}")
+        raise RuntimeError(
+            f"{model_class.__name__}: parameters without a rule {without}, rules without a"
+            f" parameter {unknown}"
+        )
 
 
 def _unexpected(checkpoint: Checkpoint, weight_rules: WeightRules) -> list[str]:
     known = {name for rule in weight_rules.rules for name in rule.names()}
     known |= {f"{name}_scale_inv" for name in known}
-    return [f"unexpected {name}" for name in sorted(checkpoint.tensors.keys() - known) if not weight_rules.is_ignored(name)]
+    return [
+        f"unexpected {name}"
+        for name in sorted(checkpoint.tensors.keys() - known)
+        if not weight_rules.is_ignored(name)
+    ]
 
 
 class _Placer:
-    """Puts host slices on devices: whole on the default device without a mesh, else by each parameter's PartitionSpec."""
+    """Puts host slices on devices: whole on the default device without a mesh, else by each
+    parameter's PartitionSpec."""
 
     def __init__(self, mesh: Mesh | None, specs: dict[tuple, PartitionSpec]) -> None:
         self.mesh, self.specs = mesh, specs
 
     def __call__(
-        self, targets: list[tuple[tuple, tuple[int, ...]]], build: Callable[[list[Index]], list[np.ndarray]]
+        self,
+        targets: list[tuple[tuple, tuple[int, ...]]],
+        build: Callable[[list[Index]], list[np.ndarray]],
     ) -> tuple[jax.Array, ...]:
-        """targets: (path, global shape) of parameters built together by `build(one slice of each)`."""
+        """targets: (path, global shape) of parameters built together by `build(one
+        slice of each)`."""
         if self.mesh is None:
             parts = build([_whole(shape) for _, shape in targets])
             return tuple(jax.block_until_ready([jax.device_put(part) for part in parts]))
         shardings = [NamedSharding(self.mesh, self.specs[path]) for path, _ in targets]
-        maps = [s.addressable_devices_indices_map(shape) for s, (_, shape) in zip(shardings, targets, strict=True)]
+        maps = [
+            s.addressable_devices_indices_map(shape)
+            for s, (_, shape) in zip(shardings, targets, strict=True)
+        ]
         built: dict[tuple, tuple[np.ndarray, ...]] = {}
         placed: list[list[jax.Array]] = [[] for _ in targets]
         for device in maps[0]:
-            indices = [_bounded(m[device], shape) for m, (_, shape) in zip(maps, targets, strict=True)]
+            indices = [
+                _bounded(m[device], shape) for m, (_, shape) in zip(maps, targets, strict=True)
+            ]
             key = tuple((s.start, s.stop) for index in indices for s in index)
             if key not in built:
                 built[key] = build(indices)

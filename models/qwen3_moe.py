@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3's attention with normalised query and key heads, and mixture-of-experts feed-forward layers without shared experts."""
+"""Qwen3-MoE: Qwen3's attention with normalised query and key heads, and mixture-of-experts
+feed-forward layers without shared experts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from deepinfer_jax.models.rules import WeightRules
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(DenseConfig):
-    """moe_layers: per layer, whether its feed-forward part is a mixture of experts; the others are dense."""
+    """moe_layers: per layer, whether its feed-forward part is a mixture of experts; the others are
+    dense."""
 
     moe_layers: tuple[bool, ...] = ()
     moe_intermediate_size: int = 0
@@ -36,13 +38,23 @@ class Qwen3MoeConfig(DenseConfig):
 def moe_layers(hf: dict[str, Any]) -> tuple[bool, ...]:
     """Every decoder_sparse_step-th layer, counted from 1, unless mlp_only_layers lists it."""
     step, dense = int(hf.get("decoder_sparse_step") or 1), set(hf.get("mlp_only_layers") or ())
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(int(hf["num_hidden_layers"])))
+    return tuple(
+        i not in dense and (i + 1) % step == 0 for i in range(int(hf["num_hidden_layers"]))
+    )
 
 
 class Qwen3MoeLayer(DecoderLayer):
     """x [T, hidden] -> (x, k_pool, v_pool, load or None)."""
 
-    def __init__(self, config: Qwen3MoeConfig, index: int, *, axes: ParallelAxes, dtype: jnp.dtype, quant: str | None) -> None:
+    def __init__(
+        self,
+        config: Qwen3MoeConfig,
+        index: int,
+        *,
+        axes: ParallelAxes,
+        dtype: jnp.dtype,
+        quant: str | None,
+    ) -> None:
         super().__init__(config, index, axes=axes, dtype=dtype, quant=quant)
         self.is_moe = config.moe_layers[index]
         if self.is_moe:
@@ -56,7 +68,15 @@ class Qwen3MoeLayer(DecoderLayer):
                 options=config.moe,
             )
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, k_pool: jax.Array, v_pool: jax.Array, batch: StepBatch):
+    def __call__(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        batch: StepBatch,
+    ):
         y, k_pool, v_pool = self.attn(self.attn_norm(x), cos, sin, k_pool, v_pool, batch)
         x = x + y
         if not self.is_moe:
@@ -68,18 +88,42 @@ class Qwen3MoeLayer(DecoderLayer):
 class Qwen3Moe(Llama):
     """Qwen3MoeForCausalLM; caches "k" and "v" as in the dense models."""
 
-    def __init__(self, config: Qwen3MoeConfig, *, axes: ParallelAxes = WHOLE, dtype: jnp.dtype, quant: str | None = None) -> None:
+    def __init__(
+        self,
+        config: Qwen3MoeConfig,
+        *,
+        axes: ParallelAxes = WHOLE,
+        dtype: jnp.dtype,
+        quant: str | None = None,
+    ) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, quant=quant if config.tie_word_embeddings else None)
-        self.layers = nnx.List([Qwen3MoeLayer(config, i, axes=axes, dtype=dtype, quant=quant) for i in range(config.num_layers)])
+        self.embed = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            dtype,
+            quant=quant if config.tie_word_embeddings else None,
+        )
+        self.layers = nnx.List(
+            [
+                Qwen3MoeLayer(config, i, axes=axes, dtype=dtype, quant=quant)
+                for i in range(config.num_layers)
+            ]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = None if config.tie_word_embeddings else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else LMHead(config.hidden_size, config.vocab_size, dtype, quant=quant)
+        )
 
     @classmethod
     def config_from_hf(cls, hf: dict[str, Any]) -> Qwen3MoeConfig:
-        """config.json in its old or new spelling; ValueError names what is missing or unsupported."""
+        """config.json in its old or new spelling; ValueError names what is missing or
+        unsupported."""
         hf = {"rms_norm_eps": 1e-6, "num_experts": hf.get("num_local_experts"), **hf}
-        require(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers")
+        require(
+            hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers"
+        )
         window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
         bias = bool(hf.get("attention_bias", False))
         windows = (int(window) if window else None,) * int(hf["num_hidden_layers"])
@@ -89,22 +133,29 @@ class Qwen3Moe(Llama):
             **{f.name: getattr(dense, f.name) for f in dataclasses.fields(dense)},
             moe_layers=moe_layers(hf),
             moe_intermediate_size=int(hf["moe_intermediate_size"]),
-            router=RouterConfig(int(hf["num_experts"]), int(hf["num_experts_per_tok"]), normalize=normalize),
+            router=RouterConfig(
+                int(hf["num_experts"]), int(hf["num_experts_per_tok"]), normalize=normalize
+            ),
         )
 
     def __call__(self, caches: Caches, batch: StepBatch) -> tuple[jax.Array, Caches]:
         hidden, caches, _ = self.forward_with_load(caches, batch)
         return hidden, caches
 
-    def forward_with_load(self, caches: Caches, batch: StepBatch) -> tuple[jax.Array, Caches, jax.Array]:
-        """As `__call__`, and i32 [MoE layers, num_experts]: how many of this rank's tokens chose each logical expert."""
+    def forward_with_load(
+        self, caches: Caches, batch: StepBatch
+    ) -> tuple[jax.Array, Caches, jax.Array]:
+        """As `__call__`, and i32 [MoE layers, num_experts]: how many of this rank's tokens chose
+        each logical expert."""
         cos, sin = rope_cos_sin(self.config.rope, batch.positions)
         x, loads = self.embed(batch.tokens), []
         keys, values = list(caches["k"]), list(caches["v"])
         for i, layer in enumerate(self.layers):
             x, keys[i], values[i], load = layer(x, cos, sin, keys[i], values[i], batch)
             loads += [] if load is None else [load]
-        loads = jnp.stack(loads) if loads else jnp.zeros((0, self.config.router.num_experts), jnp.int32)
+        loads = (
+            jnp.stack(loads) if loads else jnp.zeros((0, self.config.router.num_experts), jnp.int32)
+        )
         return self.norm(x), {**caches, "k": tuple(keys), "v": tuple(values)}, loads
 
     @classmethod
@@ -112,7 +163,9 @@ class Qwen3Moe(Llama):
         common = super().weight_rules(config, axes)
         rules = [r for r in common.rules if not _is_expert_mlp(r.target, config)]
         for i in (i for i, moe in enumerate(config.moe_layers) if moe):
-            rules += moe_rules(f"layers.{i}.mlp", f"model.layers.{i}.mlp", config.router, axes, config.moe)
+            rules += moe_rules(
+                f"layers.{i}.mlp", f"model.layers.{i}.mlp", config.router, axes, config.moe
+            )
         return WeightRules(tuple(rules), common.ignored)
 
 

@@ -1,4 +1,5 @@
-"""Which class runs which checkpoint. Names are config.json's `architectures` entries and, without them, its `model_type`."""
+"""Which class runs which checkpoint. Names are config.json's `architectures` entries and, without
+them, its `model_type`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ _MODULES = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", "deepinfer_jax.models.deepseek:DeepseekV3"),
 }
 
-MODELS: dict[str, str] = {name: place for arch, (model_type, place) in _MODULES.items() for name in (arch, model_type)}
-"""Architecture or model_type -> "module:class"; imported when resolved, so that one model does not load the others."""
+MODELS: dict[str, str] = {
+    name: place for arch, (model_type, place) in _MODULES.items() for name in (arch, model_type)
+}
+"""Architecture or model_type -> "module:class"; imported when resolved, so that one model does not
+load the others."""
 
 
 def supported() -> list[str]:
@@ -25,10 +29,14 @@ def supported() -> list[str]:
 
 
 def resolve(hf_config: dict[str, Any]) -> type:
-    """The model class for a config.json; ValueError naming the architecture and the supported ones."""
+    """The model class for a config.json; ValueError naming the architecture and the
+    supported ones."""
     names = list(hf_config.get("architectures") or filter(None, [hf_config.get("model_type")]))
     for name in names:
         if name in MODELS:
             module, _, cls = MODELS[name].partition(":")
             return getattr(importlib.import_module(module), cls)
-    raise ValueError(f"architecture {', '.join(names) or '(none named)'} is not supported; supported: {supported()}")
+    raise ValueError(
+        f"architecture {', '.join(names) or '(none named)'} is not supported; supported:"
+        f" {supported()}"
+    )

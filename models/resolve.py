@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def resolve_model_path(path: str | Path) -> Path:
-    """The model folder that `path` names; "demo" and *.gguf are converted into a cached folder on first use.
+    """The model folder that `path` names; "demo" and *.gguf are converted into a cached folder on
+    first use.
 
     Raises ValueError when there is no such folder or file.
     """

@@ -5,22 +5,27 @@ A model class declares
     @classmethod
     def weight_rules(cls, config, axes) -> WeightRules
 
-with a rule for every parameter (path as in the module tree, "layers.0.attn.qkv.kernel") except the companions of quantised
-kernels (`<name>_scale`), which the loader makes itself. Examples:
+with a rule for every parameter (path as in the module tree, "layers.0.attn.qkv.kernel") except the
+companions of quantised kernels (`<name>_scale`), which the loader makes itself. Examples:
 
     Rule("norm.weight", ("model.norm.weight",))                                one tensor, copied
-    Rule("layers.0.mlp.gate_up.kernel", (gate, up))                            rows one after the other: gate, then up
-    Rule("layers.0.attn.qkv.kernel", (q, k, v), rows=(q_rows, kv_rows, kv_rows), units=(q_heads, kv_heads, kv_heads))
-    Rule("layers.1.moe.gate_up", ("…experts.{e}.gate_proj.weight", "…experts.{e}.up_proj.weight"), experts=(0, 1, 2, 3))
+    Rule("layers.0.mlp.gate_up.kernel", (gate, up))                            rows one after the
+    other: gate, then up
+    Rule("layers.0.attn.qkv.kernel", (q, k, v), rows=(q_rows, kv_rows, kv_rows), units=(q_heads,
+    kv_heads, kv_heads))
+    Rule("layers.1.moe.gate_up", ("…experts.{e}.gate_proj.weight", "…experts.{e}.up_proj.weight"),
+    experts=(0, 1, 2, 3))
     Rule("layers.1.attn.w_uk", ("…kv_b_proj.weight",), rows=…, transform=function)
 
-`linear_rules` writes the kernel's and the bias's rule of a `Linear` at once. What the loader adds by itself:
+`linear_rules` writes the kernel's and the bias's rule of a `Linear` at once. What the loader adds
+by itself:
 
-- rows over tp: when the parameter's row dimension carries the "tp" axis, rows are laid out tp-major: rank 0's share of
-  every source, then rank 1's, … so that a shard holds whole (q, k, v) or (gate, up) triples. A source with fewer `units`
-  than ranks (key/value heads) is repeated.
-- `X.weight_scale_inv` of an fp8 `X.weight`: read with it, never listed. An fp8 source is dequantised for a float
-  parameter and kept as it is for an "fp8" one; a float source is quantised for an "int8", "int4" or "fp8" one.
+- rows over tp: when the parameter's row dimension carries the "tp" axis, rows are laid out
+  tp-major: rank 0's share of every source, then rank 1's, … so that a shard holds whole (q, k, v)
+  or (gate, up) triples. A source with fewer `units` than ranks (key/value heads) is repeated.
+- `X.weight_scale_inv` of an fp8 `X.weight`: read with it, never listed. An fp8 source is
+  dequantised for a float parameter and kept as it is for an "fp8" one; a float source is quantised
+  for an "int8", "int4" or "fp8" one.
 - dtype: any float source is cast to the parameter's dtype.
 """
 
@@ -39,12 +44,14 @@ DEFAULT_IGNORED = (r".*rotary_emb\.inv_freq",)
 class Rule:
     """One parameter and the checkpoint tensors it is made of.
 
-    target: parameter path. sources: checkpoint names, with "{e}" for the logical expert where `experts` is given.
-    rows: rows of each source as the checkpoint has them; None: the parameter's rows in equal shares.
-    units: equal pieces of each source that tp must not cut (heads); None: single rows.
-    experts: for each entry of the parameter's first dimension, the logical expert that fills it. Names without "{e}" are
+    target: parameter path. sources: checkpoint names, with "{e}" for the logical expert where
+    `experts` is given. rows: rows of each source as the checkpoint has them; None: the parameter's
+    rows in equal shares. units: equal pieces of each source that tp must not cut (heads); None:
+    single rows. experts: for each entry of the parameter's first dimension, the logical expert that
+    fills it. Names without "{e}" are
         tensors that stack all logical experts themselves ([E, rows, cols]).
-    transform: called with the sources, whole and as float32, and returns the parameter in its global shape; `rows` then is
+    transform: called with the sources, whole and as float32, and returns the parameter in its
+    global shape; `rows` then is
         not used, nor is a shape expected of the sources unless `source_shapes` says one.
     """
 
@@ -60,12 +67,15 @@ class Rule:
         """Every checkpoint tensor the rule reads, experts expanded, without repeats."""
         if self.experts is None:
             return list(self.sources)
-        return list(dict.fromkeys(s.format(e=e) for e in sorted(set(self.experts)) for s in self.sources))
+        return list(
+            dict.fromkeys(s.format(e=e) for e in sorted(set(self.experts)) for s in self.sources)
+        )
 
 
 @dataclass(frozen=True)
 class WeightRules:
-    """All rules of a model. ignored: regular expressions of checkpoint names that are not loaded (matched in full)."""
+    """All rules of a model. ignored: regular expressions of checkpoint names that are not loaded
+    (matched in full)."""
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
@@ -76,7 +86,8 @@ class WeightRules:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start : start + count` of source `source` go to rows `target_row : target_row + count` of the parameter."""
+    """Rows `start : start + count` of source `source` go to rows `target_row : target_row + count`
+    of the parameter."""
 
     source: int
     start: int
@@ -92,7 +103,8 @@ def linear_rules(
     rows: tuple[int, ...] | None = None,
     units: tuple[int, ...] | None = None,
 ) -> list[Rule]:
-    """Rules of a `Linear` at `target` made of the checkpoint modules `sources` (names without ".weight" / ".bias")."""
+    """Rules of a `Linear` at `target` made of the checkpoint modules `sources` (names without
+    ".weight" / ".bias")."""
     rules = [Rule(f"{target}.kernel", tuple(f"{s}.weight" for s in sources), rows, units)]
     if bias:
         rules.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), rows, units))
@@ -101,32 +113,44 @@ def linear_rules(
 
 def swiglu_rules(target: str, source: str, *, bias: bool = False) -> list[Rule]:
     """Rules of a `SwiGLU` at `target` from `source`.{gate_proj, up_proj, down_proj}."""
-    fused = linear_rules(f"{target}.gate_up", (f"{source}.gate_proj", f"{source}.up_proj"), bias=bias)
+    fused = linear_rules(
+        f"{target}.gate_up", (f"{source}.gate_proj", f"{source}.up_proj"), bias=bias
+    )
     return fused + linear_rules(f"{target}.down", (f"{source}.down_proj",), bias=bias)
 
 
 def source_rows(rule: Rule, target_rows: int) -> tuple[int, ...]:
-    """Rows of each source in the checkpoint; ValueError when the target cannot be shared equally."""
+    """Rows of each source in the checkpoint; ValueError when the target cannot be
+    shared equally."""
     if rule.rows is not None:
         return rule.rows
     if target_rows % len(rule.sources):
-        raise ValueError(f"{rule.target}: {target_rows} rows cannot be shared equally by {len(rule.sources)} sources")
+        raise ValueError(
+            f"{rule.target}: {target_rows} rows cannot be shared equally by {len(rule.sources)}"
+            " sources"
+        )
     return (target_rows // len(rule.sources),) * len(rule.sources)
 
 
 def row_pieces(rule: Rule, target_rows: int, tp: int) -> list[Piece]:
-    """The parameter's rows as pieces of the sources, in order; tp-major when tp > 1. ValueError when they do not fill it."""
+    """The parameter's rows as pieces of the sources, in order; tp-major when tp > 1. ValueError
+    when they do not fill it."""
     rows = source_rows(rule, target_rows)
     units = rule.units or rows
     pieces, row = [], 0
     for rank in range(tp):
         for source, (n, u) in enumerate(zip(rows, units, strict=True)):
             if n % u or (u % tp and tp % u):
-                raise ValueError(f"{rule.target}: {n} rows of {rule.sources[source]} in {u} units cannot be split over tp={tp}")
+                raise ValueError(
+                    f"{rule.target}: {n} rows of {rule.sources[source]} in {u} units cannot be"
+                    f" split over tp={tp}"
+                )
             count = n // min(u, tp)
             start = rank * count if u >= tp else (rank * u // tp) * count
             pieces.append(Piece(source, start, count, row))
             row += count
     if row != target_rows:
-        raise ValueError(f"{rule.target} has {target_rows} rows, its sources {rule.sources} fill {row}")
+        raise ValueError(
+            f"{rule.target} has {target_rows} rows, its sources {rule.sources} fill {row}"
+        )
     return pieces

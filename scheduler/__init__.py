@@ -1,4 +1,5 @@
-"""Role-aware scheduler: host side, NumPy only. One `Scheduler` per data-parallel rank, stepped together by `SchedulerGroup`."""
+"""Role-aware scheduler: host side, NumPy only. One `Scheduler` per data-parallel rank, stepped
+together by `SchedulerGroup`."""
 
 from deepinfer_jax.scheduler.block_manager import BlockManager
 from deepinfer_jax.scheduler.config import SchedulerConfig

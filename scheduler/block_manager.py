@@ -1,7 +1,8 @@
 """Owner of the KV blocks of one rank: free list, reference counts, prefix reuse.
 
-A block is free, used (reference count > 0) or cached (reference count 0, content still addressable by the prefix cache);
-free + cached + used == total always. Allocation takes free blocks first, then evicts the least recently used cached ones.
+A block is free, used (reference count > 0) or cached (reference count 0, content still addressable
+by the prefix cache); free + cached + used == total always. Allocation takes free blocks first, then
+evicts the least recently used cached ones.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ HashFn = Callable[[Hashable, bytes], Hashable]
 class BlockManager:
     """Reference-counted blocks with prefix reuse.
 
-    A cached block is known by (its predecessor's content, its own content). Predecessors are compared by node number, which
-    is unique per content and never reused, and contents byte by byte: a hash collision can cost a hit, never mix two prefixes.
-    hash_fn(parent, content) only picks the bucket.
+    A cached block is known by (its predecessor's content, its own content). Predecessors are
+    compared by node number, which is unique per content and never reused, and contents byte by
+    byte: a hash collision can cost a hit, never mix two prefixes. hash_fn(parent, content) only
+    picks the bucket.
     """
 
     def __init__(self, num_blocks: int, hash_fn: HashFn | None = None) -> None:
@@ -27,16 +29,24 @@ class BlockManager:
             raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts = np.zeros(num_blocks, np.int32)
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: block 0 is taken first
+        self._free = np.arange(
+            num_blocks - 1, -1, -1, dtype=np.int32
+        )  # a stack: block 0 is taken first
         self._num_free = num_blocks
         self._hash_fn: HashFn = hash_fn or (lambda parent, content: hash((parent, content)))
         self._buckets: dict[Hashable, int] = {}  # hash -> block
-        self._entries: dict[int, tuple[Hashable, Hashable, bytes, int]] = {}  # block -> (hash, parent node, content, node)
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
-        self._next_node = 1  # not 0: hash(0) == hash(""), so page 1 of a repetitive prompt would share page 0's bucket
+        self._entries: dict[
+            int, tuple[Hashable, Hashable, bytes, int]
+        ] = {}  # block -> (hash, parent node, content, node)
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # cached blocks, least recently used first
+        # not 0: hash(0) == hash(""), so page 1 of a repetitive prompt would share page 0's bucket
+        self._next_node = 1
         self.num_evictions = 0
         self.before_overwriting: list[Callable[[np.ndarray], None]] = []
-        """Called with blocks whose contents are about to be lost, before anything is enqueued that writes them."""
+        """Called with blocks whose contents are about to be lost, before anything is enqueued that
+        writes them."""
 
     # ---- counts
 
@@ -62,7 +72,9 @@ class BlockManager:
     def allocate(self, count: int) -> np.ndarray:
         """i32 [count] blocks with reference count 1. Raises ValueError when fewer are free."""
         if count > self.num_free:
-            raise ValueError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
+            raise ValueError(
+                f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free"
+            )
         while self._num_free < count:
             self._evict_one()
         start = self._num_free - count
@@ -85,7 +97,8 @@ class BlockManager:
         self.ref_counts[blocks] += 1
 
     def unpin(self, blocks: np.ndarray) -> None:
-        """One holder less. Blocks nobody holds any more become free, or stay cached with the last page evicted first."""
+        """One holder less. Blocks nobody holds any more become free, or stay cached with the last
+        page evicted first."""
         if not len(blocks):
             return
         counts = self.ref_counts[blocks] - 1
@@ -101,7 +114,9 @@ class BlockManager:
 
     def _keep_cached(self, idle: np.ndarray) -> np.ndarray:
         plain = []
-        for block in reversed(idle.tolist()):  # later pages are less likely to be shared: evict them first
+        for block in reversed(
+            idle.tolist()
+        ):  # later pages are less likely to be shared: evict them first
             if block in self._entries:
                 self._evictable[block] = None
             else:
@@ -129,8 +144,9 @@ class BlockManager:
         return block, node
 
     def register(self, block: int, parent: Hashable, content: bytes) -> int | None:
-        """Makes a used block, whose KV is computed, findable. Returns the node of this content: an earlier block's if that one
-        is cached already; None when another content occupies the hash (then this block and its successors stay unknown)."""
+        """Makes a used block, whose KV is computed, findable. Returns the node of this content: an
+        earlier block's if that one is cached already; None when another content occupies the hash
+        (then this block and its successors stay unknown)."""
         if self.ref_counts[block] < 1:
             raise ValueError(f"cannot cache block {block}: nobody holds it")
         known = self.lookup(parent, content)
@@ -146,7 +162,8 @@ class BlockManager:
         return node
 
     def uncache(self, block: int) -> None:
-        """The prefix cache forgets a used block, because its holder is about to overwrite part of it."""
+        """The prefix cache forgets a used block, because its holder is about to overwrite part of
+        it."""
         for call in self.before_overwriting:
             call(np.array([block], np.int32))
         entry = self._entries.pop(block, None)
@@ -154,8 +171,8 @@ class BlockManager:
             del self._buckets[entry[0]]
 
     def drop_cache(self) -> None:
-        """Forgets every cached prefix (the weights were replaced, for instance). Raises ValueError while blocks are in use: their
-        holders would make outdated content findable later."""
+        """Forgets every cached prefix (the weights were replaced, for instance). Raises ValueError
+        while blocks are in use: their holders would make outdated content findable later."""
         if self.num_used:
             raise ValueError(f"cannot drop the prefix cache: {self.num_used} blocks are in use")
         while self._evictable:
@@ -164,25 +181,39 @@ class BlockManager:
     # ---- integrity
 
     def check_integrity(self, expected_refs: np.ndarray | None = None) -> None:
-        """Raises AssertionError with the state in its message. expected_refs: i32 [num_blocks] holders counted elsewhere."""
+        """Raises AssertionError with the state in its message. expected_refs: i32 [num_blocks]
+        holders counted elsewhere."""
         free = self._free[: self._num_free].tolist()
         used = int((self.ref_counts > 0).sum())
-        state = f"free={len(free)} cached={len(self._evictable)} used={used} total={self.num_blocks}"
+        state = (
+            f"free={len(free)} cached={len(self._evictable)} used={used} total={self.num_blocks}"
+        )
         _require(len(free) + len(self._evictable) + used == self.num_blocks, state)
         _require(len(set(free)) == len(free), f"a block is free twice: {state}")
         _require(not set(free) & set(self._evictable), f"a block is free and cached: {state}")
         _require(not self.ref_counts[free].any(), f"a free block is held: {state}")
         _require(
-            all(self.ref_counts[b] == 0 and b in self._entries for b in self._evictable), f"a cached block is held or unknown: {state}"
+            all(self.ref_counts[b] == 0 and b in self._entries for b in self._evictable),
+            f"a cached block is held or unknown: {state}",
         )
-        _require(all(self._buckets.get(e[0]) == b for b, e in self._entries.items()), f"cache entries and buckets differ: {state}")
-        _require(len(self._buckets) == len(self._entries), f"cache entries and buckets differ in number: {state}")
-        _require(not set(free) & set(self._entries), f"a free block is still in the prefix cache: {state}")
+        _require(
+            all(self._buckets.get(e[0]) == b for b, e in self._entries.items()),
+            f"cache entries and buckets differ: {state}",
+        )
+        _require(
+            len(self._buckets) == len(self._entries),
+            f"cache entries and buckets differ in number: {state}",
+        )
+        _require(
+            not set(free) & set(self._entries),
+            f"a free block is still in the prefix cache: {state}",
+        )
         if expected_refs is not None:
             wrong = np.flatnonzero(expected_refs != self.ref_counts)
             _require(
                 not wrong.size,
-                f"reference counts of blocks {wrong.tolist()}: {self.ref_counts[wrong]}, held {expected_refs[wrong]}; {state}",
+                f"reference counts of blocks {wrong.tolist()}: {self.ref_counts[wrong]}, held"
+                f" {expected_refs[wrong]}; {state}",
             )
 
 

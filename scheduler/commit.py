@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from deepinfer_jax.scheduler.scheduler import Scheduler
 
 
-def process_outputs(s: Scheduler, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None) -> Processed:
+def process_outputs(
+    s: Scheduler, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None
+) -> Processed:
     tokens, counts = _validated(outputs, token_ids, num_new, s.config.nextn)
     if not outputs.is_empty:
         s.steps_in_flight -= 1
@@ -22,17 +24,29 @@ def process_outputs(s: Scheduler, outputs: SchedulerOutputs, token_ids: np.ndarr
     return _process_decode(s, outputs, tokens, counts)
 
 
-def _validated(outputs: SchedulerOutputs, token_ids, num_new, nextn: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _validated(
+    outputs: SchedulerOutputs, token_ids, num_new, nextn: int
+) -> tuple[np.ndarray, np.ndarray | None]:
     rows = len(outputs.prefill) if outputs.is_prefill else outputs.slots.size
     tokens = np.asarray(token_ids)
     tokens = tokens.reshape(rows, 1) if tokens.ndim == 1 and tokens.size == rows else tokens
-    if rows and (tokens.ndim != 2 or tokens.shape[0] != rows or not 1 <= tokens.shape[1] <= 1 + nextn):
+    if rows and (
+        tokens.ndim != 2 or tokens.shape[0] != rows or not 1 <= tokens.shape[1] <= 1 + nextn
+    ):
         raise ValueError(f"token_ids must be [{rows}, 1 .. {1 + nextn}], got {tokens.shape}")
     if outputs.is_prefill or num_new is None or not rows or tokens.shape[1] == 1:
         return tokens, None
     counts = np.asarray(num_new)
-    if counts.shape != (rows,) or (counts < 1).any() or (counts > outputs.q_lens).any() or counts.max() > tokens.shape[1]:
-        raise ValueError(f"num_new must lie in [1, q_len] per row: num_new={counts}, q_lens={outputs.q_lens}, token_ids {tokens.shape}")
+    if (
+        counts.shape != (rows,)
+        or (counts < 1).any()
+        or (counts > outputs.q_lens).any()
+        or counts.max() > tokens.shape[1]
+    ):
+        raise ValueError(
+            f"num_new must lie in [1, q_len] per row: num_new={counts}, q_lens={outputs.q_lens},"
+            f" token_ids {tokens.shape}"
+        )
     return tokens, counts
 
 
@@ -69,7 +83,9 @@ def _advance_chunk(s: Scheduler, item: PrefillItem) -> bool:
     return item.is_last
 
 
-def _process_decode(s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray, counts: np.ndarray | None) -> Processed:
+def _process_decode(
+    s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray, counts: np.ndarray | None
+) -> Processed:
     t = s.slots
     slots = outputs.slots.astype(np.intp)
     finished: list[Sequence] = []
@@ -99,8 +115,15 @@ def _process_decode(s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray,
     return Processed(finished, by_row)
 
 
-def _append_tokens(s: Scheduler, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray | None, finished: list[Sequence]) -> np.ndarray:
-    """Appends counts[i] tokens of row i one by one, with the stop check after each; i32 [n] tokens really appended."""
+def _append_tokens(
+    s: Scheduler,
+    slots: np.ndarray,
+    tokens: np.ndarray,
+    counts: np.ndarray | None,
+    finished: list[Sequence],
+) -> np.ndarray:
+    """Appends counts[i] tokens of row i one by one, with the stop check after each; i32 [n] tokens
+    really appended."""
     accepted = np.ones(slots.size, np.int32)
     if not slots.size:
         return accepted

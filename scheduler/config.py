@@ -8,20 +8,21 @@ from deepinfer_jax.scheduler.roles import EngineType, RolePolicy
 
 DEFAULT_MAX_SUM_SEQLEN_K = 2**30
 PREFILL_CACHE_WATERMARK = 0.9
-"""A NORMAL rank with a fuller block pool than this does not ask for a prefill step while it has something to decode."""
+"""A NORMAL rank with a fuller block pool than this does not ask for a prefill step while it has
+something to decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one rank's scheduler. Lengths and budgets are in tokens, intervals in decode steps.
 
-    nextn: drafts verified per decode step at most. zos: schedule(N+1) comes before process_outputs(N).
-    num_state_slots: rows of the model's StateCaches, row 0 being padding (0: the model has none).
-    Optional policies, off by default:
-      priority_scheduling     higher `Sequence.priority` first, and preempted last
-      fair_users              waiting prompts are ordered by the tokens their `user_id` was already served
-      max_waiting_time        seconds after which a waiting prompt goes before all others
-      expected_output_fraction  a prompt is admitted only if this fraction of max_tokens of every running request (and its
+    nextn: drafts verified per decode step at most. zos: schedule(N+1) comes before
+    process_outputs(N). num_state_slots: rows of the model's StateCaches, row 0 being padding (0:
+    the model has none). Optional policies, off by default: priority_scheduling     higher
+    `Sequence.priority` first, and preempted last fair_users              waiting prompts are
+    ordered by the tokens their `user_id` was already served max_waiting_time        seconds after
+    which a waiting prompt goes before all others expected_output_fraction  a prompt is admitted
+    only if this fraction of max_tokens of every running request (and its
                               own) could still be stored: 1.0 never preempts, 0.0 reserves nothing
     Raises ValueError for any impossible combination, naming the values.
     """
@@ -54,18 +55,30 @@ class SchedulerConfig:
         self._check_prefill_limits()
         if self.enable_prefix_caching and self.num_state_slots:
             raise ValueError(
-                f"enable_prefix_caching needs a model without per-sequence state caches, got num_state_slots={self.num_state_slots}: "
-                "a reused prefix has blocks but no state"
+                "enable_prefix_caching needs a model without per-sequence state caches, got"
+                f" num_state_slots={self.num_state_slots}: a reused prefix has blocks but no state"
             )
         if self.num_state_slots and self.num_state_slots < self.max_num_seqs + 1:
-            raise ValueError(f"num_state_slots={self.num_state_slots} must be at least max_num_seqs + 1 = {self.max_num_seqs + 1}")
+            raise ValueError(
+                f"num_state_slots={self.num_state_slots} must be at least max_num_seqs + 1 ="
+                f" {self.max_num_seqs + 1}"
+            )
         if not 0.0 <= self.expected_output_fraction <= 1.0:
-            raise ValueError(f"expected_output_fraction must lie in [0, 1], got {self.expected_output_fraction}")
+            raise ValueError(
+                f"expected_output_fraction must lie in [0, 1], got {self.expected_output_fraction}"
+            )
         if self.max_waiting_time is not None and self.max_waiting_time < 0:
             raise ValueError(f"max_waiting_time must be >= 0 seconds, got {self.max_waiting_time}")
 
     def _check_positive(self) -> None:
-        positive = ("block_size", "num_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "context_parallel_size")
+        positive = (
+            "block_size",
+            "num_blocks",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "context_parallel_size",
+        )
         for name in (*positive, "prefill_attempt_interval", "prefill_any_attempt_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -76,16 +89,21 @@ class SchedulerConfig:
     def _check_role(self) -> None:
         if not self.policy.allows_context_parallel and self.context_parallel_size > 1:
             raise ValueError(
-                f"a {self.role.name} engine cannot use context parallelism, got context_parallel_size={self.context_parallel_size}"
+                f"a {self.role.name} engine cannot use context parallelism, got"
+                f" context_parallel_size={self.context_parallel_size}"
             )
         if not self.policy.allows_recompute and not self.stop_preempted_request:
             raise ValueError(
-                f"a {self.role.name} engine cannot recompute preempted requests (it never prefills): set stop_preempted_request"
+                f"a {self.role.name} engine cannot recompute preempted requests (it never"
+                " prefills): set stop_preempted_request"
             )
 
     def _check_prefill_limits(self) -> None:
         if self.max_num_batched_tokens < self.block_size:
-            raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least block_size={self.block_size}")
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least"
+                f" block_size={self.block_size}"
+            )
         if not self.policy.does_prefill:
             return
         if self.prefill_budget < 1:
@@ -95,12 +113,14 @@ class SchedulerConfig:
             )
         if not self.chunked_prefill and self.prefill_budget < self.max_model_len:
             raise ValueError(
-                f"without chunked_prefill a step must hold the longest prompt: max_num_batched_tokens={self.max_num_batched_tokens} "
-                f"(usable: {self.prefill_budget}) < max_model_len={self.max_model_len}"
+                "without chunked_prefill a step must hold the longest prompt:"
+                f" max_num_batched_tokens={self.max_num_batched_tokens} (usable:"
+                f" {self.prefill_budget}) < max_model_len={self.max_model_len}"
             )
         if self.prefill_max_sum_seqlen_k < self.prompt_limit:
             raise ValueError(
-                f"prefill_max_sum_seqlen_k={self.prefill_max_sum_seqlen_k} must be at least the prompt limit {self.prompt_limit}"
+                f"prefill_max_sum_seqlen_k={self.prefill_max_sum_seqlen_k} must be at least the"
+                f" prompt limit {self.prompt_limit}"
             )
 
     @property
@@ -110,11 +130,16 @@ class SchedulerConfig:
     @property
     def prompt_limit(self) -> int:
         """Longest prompt that is accepted."""
-        return self.max_model_len if self.chunked_prefill else min(self.max_model_len, self.max_num_batched_tokens)
+        return (
+            self.max_model_len
+            if self.chunked_prefill
+            else min(self.max_model_len, self.max_num_batched_tokens)
+        )
 
     @property
     def prefill_budget(self) -> int:
-        """Tokens one prefill step may hold: max_num_batched_tokens, down to a multiple of 2 * CP (each CP rank owns two chunks)."""
+        """Tokens one prefill step may hold: max_num_batched_tokens, down to a multiple of 2 * CP
+        (each CP rank owns two chunks)."""
         return self.align_down(self.max_num_batched_tokens)
 
     def align_down(self, num_tokens: int) -> int:
@@ -124,7 +149,8 @@ class SchedulerConfig:
 
     @property
     def runtime_max_model_len(self) -> int:
-        """Exclusive bound of every position a step may write, drafts and optimistic lengths included."""
+        """Exclusive bound of every position a step may write, drafts and optimistic lengths
+        included."""
         return self.max_model_len + self.nextn + (self.nextn + 1 if self.zos else 0) + self.nextn
 
     @property

@@ -1,4 +1,5 @@
-"""Selection of a decode step: prompted sequences first, then everything running, preempting only when blocks run out."""
+"""Selection of a decode step: prompted sequences first, then everything running, preempting only
+when blocks run out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _ONES = np.ones(1, np.int32)
 
 
 def select_decode(s: Scheduler) -> SchedulerOutputs:
-    """One decode row (1 + drafts tokens) for every running sequence that can still produce a token."""
+    """One decode row (1 + drafts tokens) for every running sequence that can still
+    produce a token."""
     out = SchedulerOutputs(StepType.DECODE)
     s.ended += s.sweep_waiting()
     _admit_prompted(s, out)
@@ -39,7 +41,8 @@ def select_decode(s: Scheduler) -> SchedulerOutputs:
 
 
 def _eligible(s: Scheduler) -> tuple[np.ndarray, np.ndarray]:
-    """(slots, q_lens): running sequences not already certain to end by length with their tokens in flight."""
+    """(slots, q_lens): running sequences not already certain to end by length with their tokens in
+    flight."""
     t, nextn = s.slots, s.config.nextn
     slots = t.ordered(lengths_drift=nextn > 0)
     if not slots.size:
@@ -51,11 +54,14 @@ def _eligible(s: Scheduler) -> tuple[np.ndarray, np.ndarray]:
         slots, room = slots[room > 0], room[room > 0]
     if not nextn:
         return slots, _ones(slots.size)
-    return slots, 1 + np.minimum(t.num_drafts[slots], room - 1)  # a draft beyond the length limit could never be kept
+    return slots, 1 + np.minimum(
+        t.num_drafts[slots], room - 1
+    )  # a draft beyond the length limit could never be kept
 
 
 def _ones(count: int) -> np.ndarray:
-    """i32 [count] ones, shared and read-only: nothing is written for the common case of one row per sequence."""
+    """i32 [count] ones, shared and read-only: nothing is written for the common case of one row per
+    sequence."""
     global _ONES
     if _ONES.size < count:
         _ONES = np.ones(2 * count, np.int32)
@@ -79,8 +85,8 @@ def _admit_prompted(s: Scheduler, out: SchedulerOutputs) -> None:
 
 
 def _room_for_clone(s: Scheduler, seq: Sequence, out: SchedulerOutputs) -> bool:
-    """A free block for the copy of the fork's last block. If everybody who holds blocks waits for blocks, nobody will release
-    one: the last of `prompted` is preempted."""
+    """A free block for the copy of the fork's last block. If everybody who holds blocks waits for
+    blocks, nobody will release one: the last of `prompted` is preempted."""
     while s.must_clone(seq) and not s.blocks.num_free:
         if any(q.num_blocks and not _waits_for_blocks(s, q) for q in s.sequences):
             return False
@@ -98,9 +104,15 @@ def _waits_for_blocks(s: Scheduler, seq: Sequence) -> bool:
 
 
 def _grow(
-    s: Scheduler, slots: np.ndarray, kv_lens: np.ndarray, short: np.ndarray, out: SchedulerOutputs, updates: list
+    s: Scheduler,
+    slots: np.ndarray,
+    kv_lens: np.ndarray,
+    short: np.ndarray,
+    out: SchedulerOutputs,
+    updates: list,
 ) -> np.ndarray | None:
-    """Gives every sequence the blocks this step writes to; a mask of the sequences that can run, None: all of them."""
+    """Gives every sequence the blocks this step writes to; a mask of the sequences that can run,
+    None: all of them."""
     t = s.slots
     rows = np.flatnonzero(short)
     counts = s.config.pages(kv_lens[rows]) - t.pages[slots[rows]]
@@ -117,11 +129,14 @@ def _grow(
     return keep
 
 
-def _preempt_until_fits(s: Scheduler, slots: np.ndarray, need: np.ndarray, out: SchedulerOutputs) -> np.ndarray:
+def _preempt_until_fits(
+    s: Scheduler, slots: np.ndarray, need: np.ndarray, out: SchedulerOutputs
+) -> np.ndarray:
     """LCFS: serve from the shortest output, preempt from the longest; bool mask of those that run.
 
-    A sequence misses this step, costing nobody's work, if ended sequences are about to give back enough blocks; or if it would
-    have to preempt itself while its next token is in flight: dropping that token, time and again, would be no progress.
+    A sequence misses this step, costing nobody's work, if ended sequences are about to give back
+    enough blocks; or if it would have to preempt itself while its next token is in flight: dropping
+    that token, time and again, would be no progress.
     """
     keep = np.ones(slots.size, bool)
     order = _lcfs_order(s, slots)
@@ -149,7 +164,8 @@ def _preempt_until_fits(s: Scheduler, slots: np.ndarray, need: np.ndarray, out: 
 
 
 def _lcfs_order(s: Scheduler, slots: np.ndarray) -> np.ndarray:
-    """Rows, first to be preempted first: (lower priority if that policy is on,) longer output, later admission."""
+    """Rows, first to be preempted first: (lower priority if that policy is on,) longer output,
+    later admission."""
     t = s.slots
     keys = [-t.admission[slots], t.prompt_len[slots] - t.num_tokens[slots]]
     if s.config.priority_scheduling:
@@ -162,5 +178,7 @@ def _blocks_about_to_be_released(s: Scheduler, slots: np.ndarray) -> int:
     t = s.slots
     ending = t.active.copy()
     ending[slots] = False
-    held = [seq.block_ids for seq in s.ended if seq.num_blocks] + [t.blocks_of(slot) for slot in np.flatnonzero(ending).tolist()]
+    held = [seq.block_ids for seq in s.ended if seq.num_blocks] + [
+        t.blocks_of(slot) for slot in np.flatnonzero(ending).tolist()
+    ]
     return sum(int((s.blocks.ref_counts[blocks] == 1).sum()) for blocks in held)

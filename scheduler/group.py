@@ -1,7 +1,8 @@
 """The ranks of one data-parallel group take their steps together.
 
-Attention is data parallel while experts are spread over the same ranks, so a step has one type on all of them: NORMAL ranks
-vote. The votes go through a `DPGroup`: in one process it is a Python min(), between processes a host-side collective.
+Attention is data parallel while experts are spread over the same ranks, so a step has one type on
+all of them: NORMAL ranks vote. The votes go through a `DPGroup`: in one process it is a Python
+min(), between processes a host-side collective.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DPGroup(Protocol):
         ...
 
     def agree_min(self, value: int) -> int:
-        """Minimum over the processes, each with one value; for start-up, where they may be minutes apart."""
+        """Minimum over the processes, each with one value; for start-up, where they may be minutes
+        apart."""
         ...
 
 
@@ -50,11 +52,14 @@ class LocalDPGroup:
 
 
 class SchedulerGroup:
-    """Schedules the local ranks of a DP group; every rank of every process takes the same step type."""
+    """Schedules the local ranks of a DP group; every rank of every process takes the same step
+    type."""
 
     def __init__(self, schedulers: list[Scheduler], dp_group: DPGroup) -> None:
         if len(schedulers) != len(dp_group.local_ranks):
-            raise ValueError(f"{len(schedulers)} schedulers for {len(dp_group.local_ranks)} local ranks")
+            raise ValueError(
+                f"{len(schedulers)} schedulers for {len(dp_group.local_ranks)} local ranks"
+            )
         if any(s.config != schedulers[0].config for s in schedulers):
             raise ValueError("the schedulers of a group must have equal configs")
         self.schedulers = schedulers
@@ -81,7 +86,9 @@ class SchedulerGroup:
 
     def _schedule_by_vote(self) -> list[SchedulerOutputs]:
         config = self.schedulers[0].config
-        any_point = self.decode_step != 0 and self.decode_step % config.prefill_any_attempt_interval == 0
+        any_point = (
+            self.decode_step != 0 and self.decode_step % config.prefill_any_attempt_interval == 0
+        )
         all_point = self.decode_step % config.prefill_attempt_interval == 0
         any_point = any_point or self._is_idle()
         if not any_point and not all_point:
@@ -93,16 +100,24 @@ class SchedulerGroup:
             passed = self.dp_group.all_reduce_min([1 if want else 0 for want in wants]) == 1
         if not passed:
             return self._decode()
-        outputs = [s.schedule_prefill() if want else None for s, want in zip(self.schedulers, wants, strict=True)]
-        # Wanting is not managing. If nobody scheduled a prompt all decode: with every slot taken and prompts waiting, prefill
-        # steps would otherwise repeat for ever, each resetting decode_step and so leading to the next.
+        outputs = [
+            s.schedule_prefill() if want else None
+            for s, want in zip(self.schedulers, wants, strict=True)
+        ]
+        # Wanting is not managing. If nobody scheduled a prompt all decode: with every slot taken
+        # and prompts waiting, prefill steps would otherwise repeat for ever, each resetting
+        # decode_step and so leading to the next.
         if self.dp_group.all_reduce_min([1 if out is None else 0 for out in outputs]) == 1:
             return self._decode()
         self.decode_step = 0
-        return [s.empty_prefill() if out is None else out for s, out in zip(self.schedulers, outputs, strict=True)]
+        return [
+            s.empty_prefill() if out is None else out
+            for s, out in zip(self.schedulers, outputs, strict=True)
+        ]
 
     def _is_idle(self) -> bool:
-        """No rank has anything to decode: a prompt need not wait for the interval. Between processes that takes a vote."""
+        """No rank has anything to decode: a prompt need not wait for the interval. Between
+        processes that takes a vote."""
         nothing = all(s.has_nothing_to_decode for s in self.schedulers)
         if len(self.schedulers) == self.dp_group.size:
             return nothing

@@ -1,4 +1,5 @@
-"""Optional orders of the waiting queue, beyond first come, first served: priority, fairness between users, waiting time."""
+"""Optional orders of the waiting queue, beyond first come, first served: priority, fairness between
+users, waiting time."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from deepinfer_jax.scheduler.sequence import Sequence
 class WaitingOrder:
     """Sorts `waiting` before a prefill selection. Does nothing unless a policy is on.
 
-    Those that were started already (chunks, forks, preempted) keep their place at the front. The rest is ordered by:
-    waited longer than max_waiting_time; higher priority; the user served less; arrival.
-    Fairness is start-time fair queueing over tokens: every waiting request gets a tag, its user's tokens served so far plus
-    those of the user's earlier waiting requests; a returning user starts level with the least served active one, so that
-    absence earns no credit.
+    Those that were started already (chunks, forks, preempted) keep their place at the front. The
+    rest is ordered by: waited longer than max_waiting_time; higher priority; the user served less;
+    arrival. Fairness is start-time fair queueing over tokens: every waiting request gets a tag, its
+    user's tokens served so far plus those of the user's earlier waiting requests; a returning user
+    starts level with the least served active one, so that absence earns no credit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -23,7 +24,9 @@ class WaitingOrder:
         self._priority = config.priority_scheduling
         self._max_wait = config.max_waiting_time
         self._served: dict[str, float] = {}
-        self._open: dict[str, set[str | int]] = {}  # user -> unfinished requests that came through `waiting`
+        self._open: dict[
+            str, set[str | int]
+        ] = {}  # user -> unfinished requests that came through `waiting`
 
     @property
     def enabled(self) -> bool:
@@ -49,7 +52,8 @@ class WaitingOrder:
         requests.remove(seq.request_id)
         if not requests:
             del self._open[seq.user_id]
-        if not self._open:  # nobody is left to be fair to; also keeps the table from growing with every user ever seen
+        # nobody is left to be fair to; also keeps the table from growing with every user ever seen
+        if not self._open:
             self._served.clear()
 
     def sort(self, waiting: deque[Sequence], now: float) -> None:

@@ -58,7 +58,8 @@ def select_prefill(s: Scheduler) -> SchedulerOutputs | None:
             unfinished.append(seq)
             if s.policy.one_chunk_per_prefill:
                 break
-    # Back to the front: their KV advances whatever the results, so the next step may follow before these are processed.
+    # Back to the front: their KV advances whatever the results, so the next step may follow before
+    # these are processed.
     s.waiting.extendleft(reversed(unfinished))
     if out.prefill or out.ignored or s.policy.empty_prefill_is_a_step:
         return s.emit(out)
@@ -77,7 +78,9 @@ def _plan(s: Scheduler, seq: Sequence, budget: int, sum_k: int, first: bool) -> 
     needed = _blocks_needed(s, seq, hit)
     if not _has_room(s, seq, hit, needed) and not (first and _break_stall(s, seq, hit, needed)):
         return _Refusal.STOP
-    if not seq.num_blocks and hit is None:  # a stalled fork gave up its prefix: plan it as a new prompt
+    if (
+        not seq.num_blocks and hit is None
+    ):  # a stalled fork gave up its prefix: plan it as a new prompt
         return _plan(s, seq, budget, sum_k, first)
     if not s.slots.num_free:
         return _Refusal.STOP
@@ -98,8 +101,13 @@ def _never_fits(s: Scheduler, seq: Sequence) -> _Refusal | None:
 
 
 def _ignore(s: Scheduler, seq: Sequence, refusal: _Refusal, out: SchedulerOutputs) -> None:
-    # A prompt that is too long is the caller's mistake; one that outgrew the pool while running is ours.
-    reason = "insufficient_system_resource" if refusal is _Refusal.POOL_TOO_SMALL and seq.num_output_tokens else None
+    # A prompt that is too long is the caller's mistake; one that outgrew the pool while running is
+    # ours.
+    reason = (
+        "insufficient_system_resource"
+        if refusal is _Refusal.POOL_TOO_SMALL and seq.num_output_tokens
+        else None
+    )
     s.set_finished(seq, SequenceStatus.FINISHED_IGNORED, reason)
     s.release(seq)
     out.ignored.append(seq)
@@ -113,7 +121,9 @@ def _blocks_needed(s: Scheduler, seq: Sequence, hit: PrefixHit | None) -> int:
 def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
     free = s.blocks.num_free
     if hit is not None:
-        free -= int((s.blocks.ref_counts[hit.blocks] == 0).sum())  # cached blocks it would revive are no longer free
+        free -= int(
+            (s.blocks.ref_counts[hit.blocks] == 0).sum()
+        )  # cached blocks it would revive are no longer free
         if seq.state_id < 0 and not s.states.has_room:
             return False
         free -= _reserved_growth(s, seq)
@@ -121,12 +131,15 @@ def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -
 
 
 def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
-    """Blocks the running sequences, and this one, are still expected to need (policy expected_output_fraction)."""
+    """Blocks the running sequences, and this one, are still expected to need (policy
+    expected_output_fraction)."""
     fraction, t = s.config.expected_output_fraction, s.slots
     if not fraction or not t.num_active:
         return 0
     active = np.flatnonzero(t.active)
-    expected = t.prompt_len[active] + np.ceil((t.max_len[active] - t.prompt_len[active]) * fraction).astype(np.int32)
+    expected = t.prompt_len[active] + np.ceil(
+        (t.max_len[active] - t.prompt_len[active]) * fraction
+    ).astype(np.int32)
     running = np.maximum(s.config.pages(expected) - t.pages[active], 0).sum()
     own_end = seq.prompt_len + int(np.ceil((s.max_len_of(seq) - seq.prompt_len) * fraction))
     own = max(s.config.pages(own_end) - s.config.pages(seq.num_tokens), 0)
@@ -134,10 +147,15 @@ def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
 
 
 def _break_stall(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
-    """When every held block belongs to sequences that wait for blocks, nobody will release any: take them from the last in the
-    queue, at the end from the head itself. True if the head may be planned again."""
+    """When every held block belongs to sequences that wait for blocks, nobody will release any:
+    take them from the last in the queue, at the end from the head itself. True if the head may be
+    planned again."""
     queued = (SequenceStatus.WAITING, SequenceStatus.PROMPTED)
-    if s.slots.num_active or s.can_admit_prompted() or any(q.num_blocks and q.status not in queued for q in s.sequences):
+    if (
+        s.slots.num_active
+        or s.can_admit_prompted()
+        or any(q.num_blocks and q.status not in queued for q in s.sequences)
+    ):
         return False
     for other in [q for q in reversed(s.waiting) if q is not seq and q.num_blocks]:
         s.reset_for_recompute(other)
@@ -150,7 +168,8 @@ def _break_stall(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int
 
 
 def _chunk_len(s: Scheduler, seq: Sequence, q_start: int, budget: int, first: bool) -> int:
-    """Tokens of the next chunk: the rest, the budget (aligned for context parallelism), the next checkpoint, no split image."""
+    """Tokens of the next chunk: the rest, the budget (aligned for context parallelism), the next
+    checkpoint, no split image."""
     q_len = min(seq.num_tokens - q_start, s.config.align_down(budget))
     checkpoint = seq.next_checkpoint(q_start)
     if checkpoint is not None:
@@ -186,8 +205,11 @@ def _commit(s: Scheduler, seq: Sequence, chunk: _Chunk, out: SchedulerOutputs) -
     out.prefill.append(PrefillItem(seq, chunk.q_start, chunk.q_len, chunk.is_last, seq._epoch))
 
 
-def clone_last_block(s: Scheduler, seq: Sequence, new: np.ndarray, out: SchedulerOutputs) -> np.ndarray:
-    """Replaces the shared, half-written last block by new[0], unless it is no longer shared; returns the unused new blocks."""
+def clone_last_block(
+    s: Scheduler, seq: Sequence, new: np.ndarray, out: SchedulerOutputs
+) -> np.ndarray:
+    """Replaces the shared, half-written last block by new[0], unless it is no longer shared;
+    returns the unused new blocks."""
     seq._shares_last_block = False
     last = seq._blocks[-1:].copy()
     if s.blocks.ref_counts[last[0]] == 1:

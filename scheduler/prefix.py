@@ -1,7 +1,9 @@
-"""Prefix reuse: which leading blocks of a sequence already exist, and which of its own may be reused by others.
+"""Prefix reuse: which leading blocks of a sequence already exist, and which of its own may be
+reused by others.
 
-Blocks become findable only once the step that wrote them has been processed. Contents are compared token by token; image
-tokens carry the digest of their pixels; `cache_salt` keeps tenants apart. At least the last token is always recomputed.
+Blocks become findable only once the step that wrote them has been processed. Contents are compared
+token by token; image tokens carry the digest of their pixels; `cache_salt` keeps tenants apart. At
+least the last token is always recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class PrefixCache:
         self.blocks, self.block_size, self.enabled = blocks, block_size, enabled
 
     def find(self, seq: Sequence) -> PrefixHit:
-        """Longest cached prefix of `seq` in whole blocks, ending in front of its last token and inside no image."""
+        """Longest cached prefix of `seq` in whole blocks, ending in front of its last token and
+        inside no image."""
         parent: int | str = seq.cache_salt
         found: list[int] = []
         parents: list[int | str] = [parent]
@@ -56,13 +59,18 @@ class PrefixCache:
         seq._num_cached = seq._num_scheduled = seq.hit_tokens = hit.num_tokens(self.block_size)
 
     def register(self, seq: Sequence) -> None:
-        """Makes the sequence's computed whole blocks findable, as far as its chain of known contents goes."""
+        """Makes the sequence's computed whole blocks findable, as far as its chain of known
+        contents goes."""
         if not self.enabled or seq._cached_pages < 0:
             return
         table = seq.block_ids
         for page in range(seq._cached_pages, min(seq.num_cached // self.block_size, table.size)):
             content = self._content(seq, page)
-            node = None if content is None else self.blocks.register(int(table[page]), seq._cache_parent, content)
+            node = (
+                None
+                if content is None
+                else self.blocks.register(int(table[page]), seq._cache_parent, content)
+            )
             if node is None:
                 seq._cached_pages = -1  # the chain is broken: later pages have no known predecessor
                 return
@@ -73,7 +81,8 @@ class PrefixCache:
         seq._cached_pages, seq._cache_parent = 0, seq.cache_salt
 
     def _content(self, seq: Sequence, page: int) -> bytes | None:
-        """What the block's KV depends on, beyond its predecessors; None if unknown (an image without a digest)."""
+        """What the block's KV depends on, beyond its predecessors; None if unknown (an image
+        without a digest)."""
         start = page * self.block_size
         end = start + self.block_size
         content = seq.token_ids[start:end].tobytes()
@@ -81,6 +90,7 @@ class PrefixCache:
             if span.start < end and start < span.end:
                 if not span.digest:
                     return None
-                # length-prefixed and with its offset, so that no two different lists of images give the same bytes
+                # length-prefixed and with its offset, so that no two different lists of images give
+                # the same bytes
                 content += b"%d:%d:" % (span.start - start, len(span.digest)) + span.digest
         return content

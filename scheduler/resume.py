@@ -1,6 +1,8 @@
-"""Taking the state of a scheduler apart and putting it together in another one: what snapshots and a KV store need.
+"""Taking the state of a scheduler apart and putting it together in another one: what snapshots and
+a KV store need.
 
-Nothing here knows where the blocks' contents go: the caller copies them. Between steps only, with no step in flight.
+Nothing here knows where the blocks' contents go: the caller copies them. Between steps only, with
+no step in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ DECODING = (SequenceStatus.PROMPTED, SequenceStatus.RUNNING, SequenceStatus.DETA
 
 @dataclass(frozen=True)
 class CachedPage:
-    """A block that the prefix cache can find. parent: node of the page before, or the cache salt of a first page."""
+    """A block that the prefix cache can find. parent: node of the page before, or the cache salt of
+    a first page."""
 
     block: int
     parent: int | str
@@ -31,14 +34,16 @@ class CachedPage:
 
 
 def held_blocks(s: Scheduler, seq: Sequence) -> np.ndarray:
-    """i32: the blocks that hold the sequence's computed tokens, last one perhaps in part. Raises ValueError with steps in flight."""
+    """i32: the blocks that hold the sequence's computed tokens, last one perhaps in part. Raises
+    ValueError with steps in flight."""
     if seq.num_in_flight:
         raise ValueError(f"request {seq.request_id!r}: {seq.num_in_flight} steps are in flight")
     return seq.block_ids[: s.config.pages(seq.num_cached)]
 
 
 def order_key(s: Scheduler, seq: Sequence) -> tuple[int, int]:
-    """Sorts sequences as they should be resumed: those that decode by admission, `prompted`, then `waiting` in its order."""
+    """Sorts sequences as they should be resumed: those that decode by admission, `prompted`, then
+    `waiting` in its order."""
     if seq.status is SequenceStatus.RUNNING:
         return 0, int(s.slots.admission[seq.slot])
     queue = s.prompted if seq.status is SequenceStatus.PROMPTED else s.waiting
@@ -47,23 +52,34 @@ def order_key(s: Scheduler, seq: Sequence) -> tuple[int, int]:
 
 
 def cached_pages(blocks: BlockManager) -> list[CachedPage]:
-    """Every page the prefix cache can find, the least recently used ones first, those in use last."""
+    """Every page the prefix cache can find, the least recently used ones first, those
+    in use last."""
     entries = blocks._entries
     order = [*blocks._evictable, *sorted(b for b in entries if b not in blocks._evictable)]
     return [CachedPage(b, *entries[b][1:]) for b in order]
 
 
 def resume_decoding(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
-    """Queues a sequence whose tokens but the last have KV in `blocks` i32 [pages] (allocated or pinned for it): it decodes next.
+    """Queues a sequence whose tokens but the last have KV in `blocks` i32 [pages] (allocated or
+    pinned for it): it decodes next.
 
-    Raises ValueError when the role does not decode, the blocks do not match the tokens, or it would end at once.
+    Raises ValueError when the role does not decode, the blocks do not match the tokens, or it would
+    end at once.
     """
     if not s.policy.does_decode:
-        raise ValueError(f"request {seq.request_id!r}: a {s.config.role.name} engine does not decode")
+        raise ValueError(
+            f"request {seq.request_id!r}: a {s.config.role.name} engine does not decode"
+        )
     if seq.num_cached != seq.num_tokens - 1 or blocks.size != s.config.pages(seq.num_cached):
-        raise ValueError(f"request {seq.request_id!r}: {seq.num_cached} of {seq.num_tokens - 1} tokens cached in {blocks.size} blocks")
+        raise ValueError(
+            f"request {seq.request_id!r}: {seq.num_cached} of {seq.num_tokens - 1} tokens cached in"
+            f" {blocks.size} blocks"
+        )
     if seq.num_tokens >= s.max_len_of(seq):
-        raise ValueError(f"request {seq.request_id!r}: {seq.num_tokens} tokens reach the limit of {s.max_len_of(seq)}")
+        raise ValueError(
+            f"request {seq.request_id!r}: {seq.num_tokens} tokens reach the limit of"
+            f" {s.max_len_of(seq)}"
+        )
     _take(s, seq, blocks)
     seq._decoding = True
     seq.status = SequenceStatus.PROMPTED
@@ -72,11 +88,16 @@ def resume_decoding(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
 
 
 def resume_waiting(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
-    """Appends a sequence to `waiting`; `blocks` hold its first num_cached tokens (none: it starts from nothing)."""
+    """Appends a sequence to `waiting`; `blocks` hold its first num_cached tokens (none: it starts
+    from nothing)."""
     if not s.policy.does_prefill:
-        raise ValueError(f"request {seq.request_id!r}: a {s.config.role.name} engine does not prefill")
+        raise ValueError(
+            f"request {seq.request_id!r}: a {s.config.role.name} engine does not prefill"
+        )
     if blocks.size != s.config.pages(seq.num_cached):
-        raise ValueError(f"request {seq.request_id!r}: {seq.num_cached} tokens cached in {blocks.size} blocks")
+        raise ValueError(
+            f"request {seq.request_id!r}: {seq.num_cached} tokens cached in {blocks.size} blocks"
+        )
     _take(s, seq, blocks)
     s.waiting.append(seq)
     s.prefix.register(seq)
@@ -91,12 +112,15 @@ def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     s.order.arrived(seq)
 
 
-def insert_pages(blocks: BlockManager, parent: int | str, contents: Seq[bytes], first: int) -> list[tuple[int, int]]:
-    """Makes consecutive pages findable in blocks that the caller fills before the next step; they stay cached, held by nobody.
+def insert_pages(
+    blocks: BlockManager, parent: int | str, contents: Seq[bytes], first: int
+) -> list[tuple[int, int]]:
+    """Makes consecutive pages findable in blocks that the caller fills before the next step; they
+    stay cached, held by nobody.
 
-    contents: from the first page of the sequence on; those before `first` must be known, the others may be. Returns [(block, index
-    into contents)] of the pages that were not known. Ends early when blocks run out, a page before `first` is not known any more,
-    or a hash is taken.
+    contents: from the first page of the sequence on; those before `first` must be known, the others
+    may be. Returns [(block, index into contents)] of the pages that were not known. Ends early when
+    blocks run out, a page before `first` is not known any more, or a hash is taken.
     """
     new: list[tuple[int, int]] = []
     pinned: list[int] = []  # so that none of the chain is evicted to make room for a later one

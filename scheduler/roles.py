@@ -1,6 +1,7 @@
 """Engine roles: the one table that says what NORMAL, PROMPT and COMPLETION engines do differently.
 
-Code never compares roles; it asks the policy a question: `ROLE_POLICIES[role].allows_context_parallel`.
+Code never compares roles; it asks the policy a question:
+`ROLE_POLICIES[role].allows_context_parallel`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from enum import IntEnum
 
 
 class EngineType(IntEnum):
-    """Role of an engine. The integers travel between processes and are compared at connect: never renumber."""
+    """Role of an engine. The integers travel between processes and are compared at connect: never
+    renumber."""
 
     NORMAL = 0
     PROMPT = 1
@@ -30,12 +32,23 @@ class RolePolicy:
     does_prefill: bool
     does_decode: bool
     queues: tuple[str, ...]
-    votes_on_step_type: bool  # all DP ranks agree on the step type, because attention DP and MoE EP share collectives
-    one_chunk_per_prefill: bool  # stop after one chunked prompt: decodes are waiting for the step to end
-    empty_prefill_is_a_step: bool  # nothing to prefill gives an empty prefill step instead of a decode step
-    allows_recompute: bool  # False: a preempted request can only be stopped, there is no prefill to recompute it
-    finalizes_finished: bool  # finished sequences go through finalize_seq; False: handed over, then dropped
-    reserves_output_storage: bool  # token storage for all of max_tokens is reserved when the request is queued
+    # all DP ranks agree on the step type, because attention DP and MoE EP share collectives
+    votes_on_step_type: bool
+    one_chunk_per_prefill: (
+        bool  # stop after one chunked prompt: decodes are waiting for the step to end
+    )
+    empty_prefill_is_a_step: (
+        bool  # nothing to prefill gives an empty prefill step instead of a decode step
+    )
+    allows_recompute: (
+        bool  # False: a preempted request can only be stopped, there is no prefill to recompute it
+    )
+    finalizes_finished: (
+        bool  # finished sequences go through finalize_seq; False: handed over, then dropped
+    )
+    reserves_output_storage: (
+        bool  # token storage for all of max_tokens is reserved when the request is queued
+    )
     allows_context_parallel: bool
     recommends_chunked_prefill: bool
     # engine construction
@@ -46,13 +59,19 @@ class RolePolicy:
     # programs and memory
     captures_prefill_buckets: bool
     captures_decode_buckets: bool
-    profiles_prefill_shape: bool  # False: memory is profiled with max_num_seqs x (1 + nextn) decode rows
+    profiles_prefill_shape: (
+        bool  # False: memory is profiled with max_num_seqs x (1 + nextn) decode rows
+    )
     has_draft_pool: bool
     loads_all_draft_parameters: bool  # False: only the ones that write the draft's KV context
-    fuses_norm_rope_unless_batch_invariant: bool  # False: fused attention path only where the layer needs it
+    fuses_norm_rope_unless_batch_invariant: (
+        bool  # False: fused attention path only where the layer needs it
+    )
     # experts
     eplb_counts_prefill_steps: bool
-    logging_interval_divisor: int  # the log line's interval in steps is divided by it: prefill steps are long
+    logging_interval_divisor: (
+        int  # the log line's interval in steps is divided by it: prefill steps are long
+    )
     moe_cap_is_prefill: bool  # False: MoE buffers hold max_num_seqs x (1 + nextn) tokens per rank
     typical_dp: tuple[int, int] | None
 

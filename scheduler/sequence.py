@@ -1,7 +1,8 @@
 """One request as the scheduler sees it.
 
-While a sequence holds a running slot its counters, newest tokens and block table live in the scheduler's `SlotTable`
-(struct of arrays); the properties here read through, so callers never need to know where a value lives.
+While a sequence holds a running slot its counters, newest tokens and block table live in the
+scheduler's `SlotTable` (struct of arrays); the properties here read through, so callers never need
+to know where a value lives.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Prompt tokens `[start, end)` stand for one image. digest identifies its pixels (empty: unknown, never prefix-cached)."""
+    """Prompt tokens `[start, end)` stand for one image. digest identifies its pixels (empty:
+    unknown, never prefix-cached)."""
 
     start: int
     end: int
@@ -59,10 +61,11 @@ class ImageSpan:
 class Sequence:
     """A request: its tokens, limits and place in the scheduler.
 
-    prompt_token_ids: 1-D integers. eos_token_ids end the sequence with stop_reason None unless ignore_eos; stop_token_ids
-    with stop_reason = the id; both only once min_tokens outputs exist (the ending token counts). max_tokens 0 means 1.
-    image_spans: ImageSpan or (start, end[, digest]). chunk_checkpoints: positions at which a prefill chunk must end.
-    schedulable: set False while image features are pending. Raises ValueError naming the request.
+    prompt_token_ids: 1-D integers. eos_token_ids end the sequence with stop_reason None unless
+    ignore_eos; stop_token_ids with stop_reason = the id; both only once min_tokens outputs exist
+    (the ending token counts). max_tokens 0 means 1. image_spans: ImageSpan or (start, end[,
+    digest]). chunk_checkpoints: positions at which a prefill chunk must end. schedulable: set False
+    while image features are pending. Raises ValueError naming the request.
     """
 
     __slots__ = (
@@ -124,7 +127,10 @@ class Sequence:
     ) -> None:
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         if prompt.ndim != 1 or not prompt.size:
-            raise ValueError(f"request {request_id!r}: the prompt needs at least one token, got shape {prompt.shape}")
+            raise ValueError(
+                f"request {request_id!r}: the prompt needs at least one token, got shape"
+                f" {prompt.shape}"
+            )
         if max_tokens < 0:
             raise ValueError(f"request {request_id!r}: max_tokens must be >= 0, got {max_tokens}")
         self.request_id = request_id
@@ -132,7 +138,10 @@ class Sequence:
         self.max_tokens = max(1, int(max_tokens))
         self.min_tokens = int(min_tokens)
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"request {request_id!r}: min_tokens must lie in [0, max_tokens={self.max_tokens}], got {min_tokens}")
+            raise ValueError(
+                f"request {request_id!r}: min_tokens must lie in [0, max_tokens={self.max_tokens}],"
+                f" got {min_tokens}"
+            )
         self.eos_token_ids = tuple(int(t) for t in eos_token_ids)
         self.stop_token_ids = tuple(int(t) for t in stop_token_ids)
         self.ignore_eos = ignore_eos
@@ -161,15 +170,18 @@ class Sequence:
         self._chunks_in_flight = 0
         self._epoch = 0
         self._blocks = np.empty(0, np.int32)  # block table while no slot holds it
-        self._shares_last_block = False  # a fork that must clone its half-written last block before writing
+        self._shares_last_block = (
+            False  # a fork that must clone its half-written last block before writing
+        )
         self._cached_pages = 0  # leading pages known to the prefix cache
         self._cache_parent: int | str = cache_salt
         self._enqueue_time = 0.0
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request_id!r}, {self.status.name}, prompt_len={self.prompt_len}, num_tokens={self.num_tokens}, "
-            f"num_cached={self.num_cached}, slot={self.slot}, blocks={self.num_blocks})"
+            f"Sequence({self.request_id!r}, {self.status.name}, prompt_len={self.prompt_len},"
+            f" num_tokens={self.num_tokens}, num_cached={self.num_cached}, slot={self.slot},"
+            f" blocks={self.num_blocks})"
         )
 
     # ---- tokens
@@ -177,7 +189,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and processed outputs."""
-        return self._num_tokens if self._slot_table is None else int(self._slot_table.num_tokens[self.slot])
+        return (
+            self._num_tokens
+            if self._slot_table is None
+            else int(self._slot_table.num_tokens[self.slot])
+        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -234,7 +250,9 @@ class Sequence:
     def num_in_flight(self) -> int:
         """Scheduled steps whose results have not been processed."""
         table = self._slot_table
-        return self._chunks_in_flight + (int(table.in_flight[self.slot]) if table is not None else 0)
+        return self._chunks_in_flight + (
+            int(table.in_flight[self.slot]) if table is not None else 0
+        )
 
     @property
     def block_ids(self) -> np.ndarray:
@@ -253,20 +271,32 @@ class Sequence:
         """The token, as the newest one, ends this sequence."""
         if self.num_output_tokens < self.min_tokens:
             return False
-        return token_id in self.stop_token_ids or (token_id in self.eos_token_ids and not self.ignore_eos)
+        return token_id in self.stop_token_ids or (
+            token_id in self.eos_token_ids and not self.ignore_eos
+        )
 
     def load_prefix(self, output_token_ids: Iterable[int], num_cached: int | None = None) -> None:
-        """Takes over a prefix computed elsewhere: tokens sampled there, and how many tokens have KV (default: all but the last).
+        """Takes over a prefix computed elsewhere: tokens sampled there, and how many tokens have KV
+        (default: all but the last).
 
-        Only before the sequence is queued. Raises ValueError when num_cached is not in [0, num_tokens - 1].
+        Only before the sequence is queued. Raises ValueError when num_cached is not in [0,
+        num_tokens - 1].
         """
-        if self.status not in (SequenceStatus.WAITING, SequenceStatus.RESERVED) or self.num_in_flight:
-            raise ValueError(f"request {self.request_id!r}: cannot load a prefix in status {self.status.name}")
+        if (
+            self.status not in (SequenceStatus.WAITING, SequenceStatus.RESERVED)
+            or self.num_in_flight
+        ):
+            raise ValueError(
+                f"request {self.request_id!r}: cannot load a prefix in status {self.status.name}"
+            )
         self._sync()
         self._append(np.asarray(list(output_token_ids), dtype=np.int32))
         cached = self._num_tokens - 1 if num_cached is None else int(num_cached)
         if not 0 <= cached <= self._num_tokens - 1:
-            raise ValueError(f"request {self.request_id!r}: num_cached must lie in [0, {self._num_tokens - 1}], got {cached}")
+            raise ValueError(
+                f"request {self.request_id!r}: num_cached must lie in [0, {self._num_tokens - 1}],"
+                f" got {cached}"
+            )
         self._num_cached = self._num_scheduled = cached
         if self._slot_table is not None:
             self._slot_table.refresh(self)
@@ -286,14 +316,16 @@ class Sequence:
         return None
 
 
-def _image_spans(request_id: str | int, spans: Iterable[ImageSpan | tuple], prompt_len: int) -> tuple[ImageSpan, ...]:
+def _image_spans(
+    request_id: str | int, spans: Iterable[ImageSpan | tuple], prompt_len: int
+) -> tuple[ImageSpan, ...]:
     result = tuple(span if isinstance(span, ImageSpan) else ImageSpan(*span) for span in spans)
     end = 0
     for span in result:
         if not end <= span.start < span.end <= prompt_len:
             raise ValueError(
-                f"request {request_id!r}: image span [{span.start}, {span.end}) must be non-empty, ascending, disjoint "
-                f"and inside the prompt of {prompt_len} tokens"
+                f"request {request_id!r}: image span [{span.start}, {span.end}) must be non-empty,"
+                f" ascending, disjoint and inside the prompt of {prompt_len} tokens"
             )
         end = span.end
     return result

@@ -1,7 +1,7 @@
 """Struct-of-arrays state of the running slots.
 
-A steady decode step touches only these arrays: a handful of NumPy calls whatever the number of sequences. Python runs per
-sequence on events only (bind, finish, preempt, full token row).
+A steady decode step touches only these arrays: a handful of NumPy calls whatever the number of
+sequences. Python runs per sequence on events only (bind, finish, preempt, full token row).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import numpy as np
 from deepinfer_jax.scheduler.sequence import Sequence
 
 RECENT_TOKENS = 256
-"""Tokens kept per slot before they move to the sequence's own buffer: one Python call per sequence and this many steps. Rows
-start at different offsets, so that sequences admitted together do not all move their tokens in the same step."""
+"""Tokens kept per slot before they move to the sequence's own buffer: one Python call per sequence
+and this many steps. Rows start at different offsets, so that sequences admitted together do not all
+move their tokens in the same step."""
 _NO_TOKEN = -1
 
 
 class SlotTable:
-    """Per-slot arrays, all indexed by slot. A slot is held from bind() to unbind(); `active` marks the decoding ones."""
+    """Per-slot arrays, all indexed by slot. A slot is held from bind() to unbind(); `active` marks
+    the decoding ones."""
 
     def __init__(self, num_slots: int, max_pages: int, block_size: int) -> None:
         self.num_slots, self.max_pages, self.block_size = num_slots, max_pages, block_size
@@ -27,7 +29,9 @@ class SlotTable:
         self.pages = np.zeros(num_slots, np.int32)
         self.capacity = np.zeros(num_slots, np.int32)  # tokens the slot's blocks can store
         self.num_tokens = np.zeros(num_slots, np.int32)
-        self.upper = np.zeros(num_slots, np.int32)  # num_tokens if steps in flight accept all their drafts
+        self.upper = np.zeros(
+            num_slots, np.int32
+        )  # num_tokens if steps in flight accept all their drafts
         self.in_flight = np.zeros(num_slots, np.int32)
         self.max_len = np.zeros(num_slots, np.int32)  # ends by length at this many tokens
         self.min_len = np.zeros(num_slots, np.int32)  # stop tokens count from this many tokens on
@@ -56,7 +60,8 @@ class SlotTable:
         return len(self._free)
 
     def bind(self, seq: Sequence, max_len: int, num_drafts: int) -> int:
-        """Gives `seq` a free slot and moves its block table into it. The slot decodes from activate() on."""
+        """Gives `seq` a free slot and moves its block table into it. The slot decodes from
+        activate() on."""
         slot = heapq.heappop(self._free)
         blocks = seq._blocks
         self.block_tables[slot, : blocks.size] = blocks
@@ -81,7 +86,8 @@ class SlotTable:
         self.num_tokens[seq.slot] = self.upper[seq.slot] = seq._num_tokens
 
     def unbind(self, seq: Sequence, keep_blocks: bool) -> None:
-        """Takes the slot away. keep_blocks: the sequence goes on holding its block table, otherwise the caller has released it."""
+        """Takes the slot away. keep_blocks: the sequence goes on holding its block table, otherwise
+        the caller has released it."""
         seq._sync()
         slot = seq.slot
         self.deactivate(slot)
@@ -120,7 +126,8 @@ class SlotTable:
         return self._seqs[slot]
 
     def snapshot_seqs(self) -> list[Sequence | None]:
-        """The sequence of every slot as of now; later changes of this table do not show in the returned list."""
+        """The sequence of every slot as of now; later changes of this table do not show in the
+        returned list."""
         self._seqs_shared = True
         return self._seqs
 
@@ -144,7 +151,8 @@ class SlotTable:
     def ordered(self, lengths_drift: bool) -> np.ndarray:
         """intp [n] active slots, longest sequence first (ties: higher slot first).
 
-        Without drafts every sequence grows by one, so the order only changes on events and is kept (lengths_drift False).
+        Without drafts every sequence grows by one, so the order only changes on events and is kept
+        (lengths_drift False).
         """
         if lengths_drift or not self._order_valid:
             slots = np.flatnonzero(self.active)
@@ -169,24 +177,36 @@ class SlotTable:
         hit = self.stopping(slots, tokens, lengths)
         return done if hit is None else done | hit
 
-    def stopping(self, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    def stopping(
+        self, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray | None:
         """bool [n]: the token is a stop token that counts already; None: no token is any."""
         ids = self.stop_ids
-        hit = ids[slots, 0] == tokens if ids.shape[1] == 1 else (ids[slots] == tokens[:, None]).any(axis=1)
+        hit = (
+            ids[slots, 0] == tokens
+            if ids.shape[1] == 1
+            else (ids[slots] == tokens[:, None]).any(axis=1)
+        )
         return hit & (lengths >= self.min_len[slots]) if hit.any() else None
 
     def take_recent(self, slot: int) -> np.ndarray:
-        """Removes and returns the tokens not yet moved to the sequence: a view, valid until the next append()."""
+        """Removes and returns the tokens not yet moved to the sequence: a view, valid until the
+        next append()."""
         start, end = self._recent_start[slot], self._recent_end[slot]
         if start < end:
             self._recent_start[slot] = self._recent_end[slot] = 0
         return self._recent[slot, start:end]
 
-    def add_pages(self, slots: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Appends counts[i] of `blocks` to the table of slots[i]; returns (slot, page) of every block, i32."""
+    def add_pages(
+        self, slots: np.ndarray, counts: np.ndarray, blocks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Appends counts[i] of `blocks` to the table of slots[i]; returns (slot, page) of every
+        block, i32."""
         rows = np.repeat(slots, counts)
         first = np.cumsum(counts) - counts
-        pages = np.repeat(self.pages[slots], counts) + (np.arange(rows.size) - np.repeat(first, counts))
+        pages = np.repeat(self.pages[slots], counts) + (
+            np.arange(rows.size) - np.repeat(first, counts)
+        )
         self.block_tables[rows, pages] = blocks
         self.pages[slots] += counts
         self.capacity[slots] = self.pages[slots] * self.block_size

@@ -1,10 +1,12 @@
-"""Owner of the rows of the model's per-sequence state caches (sliding-window rings, compressor state) of one rank."""
+"""Owner of the rows of the model's per-sequence state caches (sliding-window rings, compressor
+state) of one rank."""
 
 from __future__ import annotations
 
 
 class StateManager:
-    """Reference-counted rows 1 .. num_slots - 1; row 0 belongs to padding. num_slots 0: the model has no such caches."""
+    """Reference-counted rows 1 .. num_slots - 1; row 0 belongs to padding. num_slots 0: the model
+    has no such caches."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -25,7 +27,8 @@ class StateManager:
         return not self.enabled or bool(self._free)
 
     def allocate(self) -> int:
-        """A row with reference count 1, or -1 when the model has no state. Raises ValueError when none is free."""
+        """A row with reference count 1, or -1 when the model has no state. Raises ValueError when
+        none is free."""
         if not self.enabled:
             return -1
         if not self._free:
@@ -47,7 +50,8 @@ class StateManager:
             self._free.append(row)
 
     def check_integrity(self, held: list[int]) -> None:
-        """held: the row of every holder, counted elsewhere. Raises AssertionError naming the difference."""
+        """held: the row of every holder, counted elsewhere. Raises AssertionError naming the
+        difference."""
         expected = [0] * self.num_slots
         for row in held:
             expected[row] += 1
@@ -55,4 +59,6 @@ class StateManager:
             raise AssertionError(f"state slots: reference counts {self._refs}, held {expected}")
         free = sorted(self._free)
         if free != [row for row in range(1, self.num_slots) if not self._refs[row]]:
-            raise AssertionError(f"state slots: free list {free} does not match reference counts {self._refs}")
+            raise AssertionError(
+                f"state slots: free list {free} does not match reference counts {self._refs}"
+            )

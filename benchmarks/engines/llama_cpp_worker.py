@@ -1,7 +1,8 @@
 """llama.cpp as a benchmark worker: python llama_cpp_worker.py FILE.gguf DTYPE
 
-Through the low-level interface of llama-cpp-python, with all requests in one batch: a prefill of all prompts, then a row per
-request that is still running. The type of the KV cache is that of the file's weights, float32 or float16.
+Through the low-level interface of llama-cpp-python, with all requests in one batch: a prefill of
+all prompts, then a row per request that is still running. The type of the KV cache is that of the
+file's weights, float32 or float16.
 """
 
 import ctypes
@@ -38,18 +39,30 @@ def main():
             """rows of (token, position, sequence, wanted): the greedy tokens of the wanted rows."""
             batch.n_tokens = len(rows)
             for i, (token, position, sequence, wanted) in enumerate(rows):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = (
+                    token,
+                    position,
+                    1,
+                    wanted,
+                )
                 batch.seq_id[i][0] = sequence
             if lib.llama_decode(context, batch):
                 raise RuntimeError("llama_decode failed")
             picked = [i for i, row in enumerate(rows) if row[3]]
-            return [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).argmax()) for i in picked]
+            return [
+                int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).argmax())
+                for i in picked
+            ]
 
         rows = [(t, j, s, j == len(p) - 1) for s, p in enumerate(prompts) for j, t in enumerate(p)]
         out = [[t] for t in decode(rows)]
         for step in range(max(max_tokens) - 1):
             live = [s for s, n in enumerate(max_tokens) if step + 1 < n]
-            for s, token in zip(live, decode([(out[s][-1], len(prompts[s]) + step, s, True) for s in live]), strict=True):
+            for s, token in zip(
+                live,
+                decode([(out[s][-1], len(prompts[s]) + step, s, True) for s in live]),
+                strict=True,
+            ):
                 out[s].append(token)
         lib.llama_batch_free(batch)
         lib.llama_free(context)

@@ -1,4 +1,5 @@
-"""`transformers` generate as a benchmark worker: python transformers_worker.py MODEL_FOLDER DTYPE"""
+"""`transformers` generate as a benchmark worker: python transformers_worker.py
+MODEL_FOLDER DTYPE"""
 
 import sys
 
@@ -14,11 +15,19 @@ def main():
 
     @torch.inference_mode()
     def generate(prompts, max_tokens):
-        """One static batch: prompts padded on the left, as many steps as the longest request wants."""
+        """One static batch: prompts padded on the left, as many steps as the longest
+        request wants."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=max(max_tokens), do_sample=False, pad_token_id=0, eos_token_id=None)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max(max_tokens),
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
         return [row[width : width + n] for row, n in zip(out.tolist(), max_tokens, strict=True)]
 
     serve(generate)

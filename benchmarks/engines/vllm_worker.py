@@ -20,7 +20,9 @@ def main():
     llm = LLM(folder, dtype=dtype, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False)
 
     def generate(prompts, max_tokens):
-        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in max_tokens]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in max_tokens
+        ]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outputs]
 

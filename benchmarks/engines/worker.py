@@ -1,8 +1,8 @@
 """The loop of a benchmark worker: another engine in a process, and an interpreter, of its own.
 
-One JSON object per line. In: {"prompts": [[ids]], "max_tokens": [n]}. Out: {"seconds": s, "tokens": [[ids]], "peak_bytes": n}.
-Every request is greedy and ignores EOS. Import this module before the engine: whatever that prints goes to stderr then. Runs on any
-Python >= 3.10.
+One JSON object per line. In: {"prompts": [[ids]], "max_tokens": [n]}. Out: {"seconds": s, "tokens":
+[[ids]], "peak_bytes": n}. Every request is greedy and ignores EOS. Import this module before the
+engine: whatever that prints goes to stderr then. Runs on any Python >= 3.10.
 """
 
 import json
@@ -22,11 +22,16 @@ def serve(generate):
         start = time.perf_counter()
         tokens = generate(job["prompts"], job["max_tokens"])
         seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "tokens": tokens, "peak_bytes": peak_bytes()}), file=answers, flush=True)
+        print(
+            json.dumps({"seconds": seconds, "tokens": tokens, "peak_bytes": peak_bytes()}),
+            file=answers,
+            flush=True,
+        )
 
 
 def peak_bytes():
-    """Most memory this program has had, without its children (getrusage would count the process it was forked from); 0: unknown."""
+    """Most memory this program has had, without its children (getrusage would count the process it
+    was forked from); 0: unknown."""
     try:
         lines = open("/proc/self/status").read().splitlines()  # noqa: SIM115
     except OSError:

@@ -1,7 +1,8 @@
-"""The `deepinfer-jax` command: a table of subcommands, each a module with `add_arguments(parser)` and `run(args) -> int`.
+"""The `deepinfer-jax` command: a table of subcommands, each a module with `add_arguments(parser)`
+and `run(args) -> int`.
 
-A subcommand's module is imported only when it is called, so `--help` is quick and `simulate` needs no JAX.
-To add one, write the module and one line in COMMANDS.
+A subcommand's module is imported only when it is called, so `--help` is quick and `simulate` needs
+no JAX. To add one, write the module and one line in COMMANDS.
 """
 
 from __future__ import annotations
@@ -31,19 +32,36 @@ class Command:
 
 
 COMMANDS = (
-    Command("generate", "deepinfer_jax.cli.generate", "complete prompts given on the command line or in a file"),
+    Command(
+        "generate",
+        "deepinfer_jax.cli.generate",
+        "complete prompts given on the command line or in a file",
+    ),
     Command("chat", "deepinfer_jax.cli.chat", "talk to a chat model in the terminal"),
     Command("info", "deepinfer_jax.cli.info", "show devices, versions, and a model's sizes"),
-    Command("simulate", "deepinfer_jax.cli.simulate", "run a trace of arrivals through deployments, without a device"),
-    Command("launch", "deepinfer_jax.cli.launch", "start one process of a deployment: router, prompt, completion or normal engine"),
+    Command(
+        "simulate",
+        "deepinfer_jax.cli.simulate",
+        "run a trace of arrivals through deployments, without a device",
+    ),
+    Command(
+        "launch",
+        "deepinfer_jax.cli.launch",
+        "start one process of a deployment: router, prompt, completion or normal engine",
+    ),
     Command("status", "deepinfer_jax.cli.status", "show the engines and requests of a deployment"),
-    Command("plan", "deepinfer_jax.launch.plan_command", "say what a deployment needs, before owning a GPU"),
+    Command(
+        "plan",
+        "deepinfer_jax.launch.planner.command",
+        "say what a deployment needs, before owning a GPU",
+    ),
     Command("kv", "deepinfer_jax.cli.kv", "list, verify, collect or remove what a KV store holds"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    """Runs one subcommand; returns its exit code: 0, 2 for bad input (one line on stderr), 130 when
+    interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in COMMANDS if argv and c.name == argv[0]), None)
     if command is None:
@@ -51,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = command.load()
     prog = f"deepinfer-jax {command.name}"
     parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [options]", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     module.add_arguments(parser)
@@ -65,7 +86,9 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone; keep Python's shutdown from complaining about it
+    except (
+        BrokenPipeError
+    ):  # the reader (head, less) has gone; keep Python's shutdown from complaining about it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
@@ -94,6 +117,8 @@ def _no_command(argv: Sequence[str]) -> int:
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     args = parser.parse_known_args(argv)[0]
     if args.command is not None:
-        parser.error(f"unknown command {args.command!r}; known: {', '.join(c.name for c in COMMANDS)}")
+        parser.error(
+            f"unknown command {args.command!r}; known: {', '.join(c.name for c in COMMANDS)}"
+        )
     parser.print_help()
     return USAGE_ERROR

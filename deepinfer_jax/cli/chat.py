@@ -1,6 +1,7 @@
 """Talk to a chat model in the terminal.
 
-/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops the answer that is being written.
+/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops the answer that is being
+written.
 
   deepinfer-jax chat --model demo
 """
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams.from_dict({**common.sampling_values(args, DEFAULTS), "output_kind": RequestOutputKind.DELTA})
+    params = SamplingParams.from_dict(
+        {**common.sampling_values(args, DEFAULTS), "output_kind": RequestOutputKind.DELTA}
+    )
     if params.n != 1:
         raise ValueError(f"--n must be 1 in a conversation, got {params.n}")
     with common.build_llm(args) as llm:
@@ -64,7 +67,8 @@ class Conversation:
                 self.turn(line)
 
     def turn(self, text: str) -> None:
-        """One question and its answer; a refused question (too long, say) is reported and left out."""
+        """One question and its answer; a refused question (too long, say) is reported
+        and left out."""
         question = {"role": "user", "content": text}
         shown: list[str] = []
         try:
@@ -73,7 +77,10 @@ class Conversation:
             with contextlib.closing(outputs):  # Ctrl-C: closing the stream aborts its request
                 last, _ = common.show_stream(outputs, lambda part: _show(part, shown))
             if last.finish_reason == "prompt_length_exceeded":
-                raise ValueError("the conversation is longer than the engine's max_model_len; /reset starts a new one")
+                raise ValueError(
+                    "the conversation is longer than the engine's max_model_len; /reset starts a"
+                    " new one"
+                )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return

@@ -1,4 +1,5 @@
-"""Command-line flags made from the fields of a dataclass: names, types, defaults and help come from the class itself."""
+"""Command-line flags made from the fields of a dataclass: names, types, defaults and help come from
+the class itself."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ def add_dataclass_flags(
     skip: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """One flag per field: `max_num_seqs: int` -> `--max-num-seqs INT`, booleans `--x` / `--no-x`, lists repeat or take commas.
+    """One flag per field: `max_num_seqs: int` -> `--max-num-seqs INT`, booleans `--x` / `--no-x`,
+    lists repeat or take commas.
 
-    A flag that is not given stays out of `dataclass_values`, so that the class's own default applies; `defaults` are
-    shown and used instead of the class's.
+    A flag that is not given stays out of `dataclass_values`, so that the class's own default
+    applies; `defaults` are shown and used instead of the class's.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(cls)
@@ -37,7 +39,11 @@ def add_dataclass_flags(
             continue
         default = (defaults or {}).get(field.name, _default(field))
         text = _as_help(help_texts.get(field.name, ""))
-        shown = "" if default is None or default == () or default == {} else f" (default: {_show(default)})"
+        shown = (
+            ""
+            if default is None or default == () or default == {}
+            else f" (default: {_show(default)})"
+        )
         group.add_argument(
             _flag(field.name),
             dest=field.name,
@@ -47,19 +53,28 @@ def add_dataclass_flags(
         )
 
 
-def dataclass_values(args: argparse.Namespace, cls: type, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def dataclass_values(
+    args: argparse.Namespace, cls: type, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Keyword arguments for `cls`: `defaults`, overridden by the flags that were given."""
     names = {f.name for f in dataclasses.fields(cls)}
     return {**(defaults or {}), **{k: v for k, v in vars(args).items() if k in names}}
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> first paragraph of the string literal that follows the field in the class's source."""
+    """Field name -> first paragraph of the string literal that follows the field in the class's
+    source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     docs = {}
     for field, after in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            docs[field.target.id] = inspect.cleandoc(after.value.value).split("\n\n")[0].replace("\n", " ")
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[field.target.id] = (
+                inspect.cleandoc(after.value.value).split("\n\n")[0].replace("\n", " ")
+            )
     return docs
 
 
@@ -84,7 +99,8 @@ def _show(value: Any) -> str:
 
 
 def _action(hint: Any) -> dict[str, Any]:
-    """argparse keywords for a type: int, float, str, bool, an enum, a sequence or a mapping, each possibly optional."""
+    """argparse keywords for a type: int, float, str, bool, an enum, a sequence or a mapping, each
+    possibly optional."""
     kinds = [t for t in _members(hint) if t is not type(None)]
     enums = [t for t in kinds if isinstance(t, type) and issubclass(t, enum.Enum)]
     if enums:
@@ -106,7 +122,11 @@ def _action(hint: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    return (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
 
 
 def _origin(hint: Any) -> Any:
@@ -115,7 +135,12 @@ def _origin(hint: Any) -> Any:
 
 def _is_sequence(hint: Any) -> bool:
     origin = _origin(hint)
-    return isinstance(origin, type) and origin is not str and hasattr(origin, "__getitem__") and not hasattr(origin, "keys")
+    return (
+        isinstance(origin, type)
+        and origin is not str
+        and hasattr(origin, "__getitem__")
+        and not hasattr(origin, "keys")
+    )
 
 
 def _enum_parser(cls: type[enum.Enum]) -> Callable[[str], enum.Enum]:
@@ -123,7 +148,9 @@ def _enum_parser(cls: type[enum.Enum]) -> Callable[[str], enum.Enum]:
         for member in cls:
             if text.upper() == member.name or text == str(member.value):
                 return member
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(m.name for m in cls)}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(m.name for m in cls)}, got {text!r}"
+        )
 
     return parse
 
@@ -132,7 +159,9 @@ def _int_list(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers with commas between, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be integers with commas between, got {text!r}"
+        ) from None
 
 
 def _json_object(text: str) -> dict[Any, Any]:

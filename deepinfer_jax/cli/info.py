@@ -1,6 +1,8 @@
-"""Show the devices and versions in use and, with --model, the sizes of a model's weights and caches.
+"""Show the devices and versions in use and, with --model, the sizes of a model's weights and
+caches.
 
-Nothing is loaded: sizes come from the model's configuration. Engine flags (dtype, parallel sizes, block size) are honoured.
+Nothing is loaded: sizes come from the model's configuration. Engine flags (dtype, parallel sizes,
+block size) are honoured.
 
   deepinfer-jax info
   deepinfer-jax info --model demo
@@ -64,7 +66,8 @@ def devices() -> dict[str, Any]:
 
 
 def model_sections(engine_args: EngineArgs) -> dict[str, dict[str, Any]]:
-    """The model's shape, the bytes of its weights, and the bytes of its caches: per token, block and longest sequence."""
+    """The model's shape, the bytes of its weights, and the bytes of its caches: per token, block
+    and longest sequence."""
     from deepinfer_jax.models import registry
     from deepinfer_jax.models.loading import load_hf_config
 
@@ -83,27 +86,35 @@ def _model_section(model_class: type, model_config: Any, config: EngineConfig) -
 
     from deepinfer_jax.models.loading import abstract_model
 
-    params = jax.tree.leaves(abstract_model(model_config, model_class, config.axes, config.dtype, config.quantization)[1])
+    params = jax.tree.leaves(
+        abstract_model(model_config, model_class, config.axes, config.dtype, config.quantization)[1]
+    )
     return {
         "path": config.args.model,
         "class": model_class.__name__,
         "layers": model_config.num_layers,
         "hidden_size": model_config.hidden_size,
-        "heads": f"{model_config.num_heads} query, {model_config.num_kv_heads} key/value, {model_config.head_dim} wide",
+        "heads": (
+            f"{model_config.num_heads} query, {model_config.num_kv_heads} key/value,"
+            f" {model_config.head_dim} wide"
+        ),
         "vocab_size": model_config.vocab_size,
         "max_position_embeddings": model_config.max_position_embeddings,
         "parameters": sum(math.prod(p.shape) for p in params),
         "weight_bytes": sum(math.prod(p.shape) * p.dtype.itemsize for p in params),
-        "dtype": np.dtype(config.dtype).name + (f", {config.quantization}" if config.quantization else ""),
+        "dtype": (
+            np.dtype(config.dtype).name
+            + (f", {config.quantization}" if config.quantization else "")
+        ),
     }
 
 
 def _cache_section(model_class: type, model_config: Any, config: EngineConfig) -> dict[str, Any]:
-    from deepinfer_jax import kv_cache
     from deepinfer_jax.models.base import PagedCache
+    from deepinfer_jax.runner import kv_pools
 
     specs = model_class.cache_specs(model_config, config.axes, config.kv_dtype)
-    block = kv_cache.bytes_per_block(specs, config.axes, config.block_size)
+    block = kv_pools.bytes_per_block(specs, config.axes, config.block_size)
     return {
         "paged": "; ".join(_spec_text(s) for s in specs if isinstance(s, PagedCache)),
         "block_size": config.block_size,
@@ -135,4 +146,10 @@ def _readable(name: str, value: Any) -> str:
         if size < 1024 or unit == "TiB":
             break
         size /= 1024
-    return f"{value:,} ({size:.1f} {unit})" if "bytes" in name and value >= 1024 else f"{value:,}" if value >= 10000 else str(value)
+    return (
+        f"{value:,} ({size:.1f} {unit})"
+        if "bytes" in name and value >= 1024
+        else f"{value:,}"
+        if value >= 10000
+        else str(value)
+    )

@@ -1,9 +1,10 @@
 """Look after a KV store: a folder of computed prefixes that engines share (EngineArgs.kv_store).
 
-deepinfer-jax kv ls FOLDER                     what is in it, by layout and namespace
-deepinfer-jax kv verify FOLDER [--delete]      read every page and check every byte; exit code 1 if one is bad
-deepinfer-jax kv gc FOLDER --max-bytes 50G     remove the least recently used pages until so much is left
-deepinfer-jax kv rm FOLDER --namespace alice   remove a namespace ("" is the shared one), a layout, or --all
+deepinfer-jax kv ls FOLDER                     what is in it, by layout and namespace deepinfer-jax
+kv verify FOLDER [--delete]      read every page and check every byte; exit code 1 if one is bad
+deepinfer-jax kv gc FOLDER --max-bytes 50G     remove the least recently used pages until so much is
+left deepinfer-jax kv rm FOLDER --namespace alice   remove a namespace ("" is the shared one), a
+layout, or --all
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepinfer_jax.kv_store import Entry, collect, entries, namespace_folder
-from deepinfer_jax.kv_store_format import EntryError, read_header, verify_file
+from deepinfer_jax.kv.store import Entry, collect, entries, namespace_folder
+from deepinfer_jax.kv.store_format import EntryError, read_header, verify_file
 
 BAD_PAGES = 1
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", help='only pages of this namespace ("" is the shared one)')
     parser.add_argument("--pages", action="store_true", help="ls: one line per page")
     parser.add_argument("--delete", action="store_true", help="verify: remove bad pages")
-    parser.add_argument("--max-bytes", type=parse_bytes, help="gc: the most bytes to leave, such as 800M or 50G")
+    parser.add_argument(
+        "--max-bytes", type=parse_bytes, help="gc: the most bytes to leave, such as 800M or 50G"
+    )
     parser.add_argument("--all", action="store_true", help="rm: everything")
 
 
@@ -72,7 +75,10 @@ def _ls(args: argparse.Namespace) -> int:
     for (layout, _), found in sorted(groups.items()):
         about = _describe(found)
         size, newest = sum(e.nbytes for e in found), max(e.used for e in found)
-        print(f"layout {layout}  namespace {about[1]!r}  {len(found)} pages  {show_bytes(size)}  last used {_when(newest)}")
+        print(
+            f"layout {layout}  namespace {about[1]!r}  {len(found)} pages  {show_bytes(size)}  last"
+            f" used {_when(newest)}"
+        )
         print(f"  {about[0]}")
         for entry in sorted(found, key=lambda e: e.used) if args.pages else ():
             print(f"  {entry.path.stem}  {show_bytes(entry.nbytes)}  {_when(entry.used)}")
@@ -87,8 +93,14 @@ def _describe(found: list[Entry]) -> tuple[str, str]:
         with contextlib.suppress(OSError, EntryError), open(entry.path, "rb") as file:
             header = read_header(file, str(entry.path))
             layout = header.layout
-            caches = ", ".join(f"{n} {c['layers']} x {c['entry']} {c['dtype']}" for n, c in layout["caches"].items())
-            return f"model {layout['model']}, {layout['block_size']} tokens per page, caches {caches}", header.meta["namespace"]
+            caches = ", ".join(
+                f"{n} {c['layers']} x {c['entry']} {c['dtype']}"
+                for n, c in layout["caches"].items()
+            )
+            return (
+                f"model {layout['model']}, {layout['block_size']} tokens per page, caches {caches}",
+                header.meta["namespace"],
+            )
     return "no readable page", "?"
 
 
@@ -121,7 +133,9 @@ def _gc(args: argparse.Namespace) -> int:
     if args.max_bytes is None:
         raise ValueError("gc needs --max-bytes")
     if args.layout is not None or args.namespace is not None:
-        raise ValueError("gc looks at the whole folder: --layout and --namespace are for ls, verify and rm")
+        raise ValueError(
+            "gc looks at the whole folder: --layout and --namespace are for ls, verify and rm"
+        )
     removed, freed, left = collect(args.folder, args.max_bytes)
     print(f"removed {removed} pages, {show_bytes(freed)}; {show_bytes(left)} are left")
     return 0

@@ -16,7 +16,9 @@ ROLES = ("router", "prompt", "completion", "normal")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=ROLES, help="what this process is")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="the role's own flags")
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="...", help="the role's own flags"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""Plots of simulations as one PNG: distributions of the latencies on top, a timeline per deployment below."""
+"""Plots of simulations as one PNG: distributions of the latencies on top, a timeline per deployment
+below."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.sim_result import EngineUsage, SimulationResult
+from deepinfer_jax.scheduler.simulation.result import EngineUsage, SimulationResult
 
 try:
     from matplotlib.figure import Figure
@@ -15,11 +16,16 @@ except ImportError as error:
     raise ValueError("plots need matplotlib: pip install 'deepinfer-jax[plot]'") from error
 
 _BINS = 200
-_ROLE_COLOURS = {EngineType.NORMAL: "tab:blue", EngineType.PROMPT: "tab:orange", EngineType.COMPLETION: "tab:green"}
+_ROLE_COLOURS = {
+    EngineType.NORMAL: "tab:blue",
+    EngineType.PROMPT: "tab:orange",
+    EngineType.COMPLETION: "tab:green",
+}
 
 
 def draw(results: list[SimulationResult], path: str | Path) -> None:
-    """Writes the figure: distribution of TTFT, tail of the inter-token latency, and per deployment tokens and KV over time.
+    """Writes the figure: distribution of TTFT, tail of the inter-token latency, and per deployment
+    tokens and KV over time.
 
     The suffix of `path` decides the format. Raises ValueError for one that matplotlib cannot write.
     """
@@ -86,7 +92,9 @@ def _occupancy(axes, result: SimulationResult, end: float) -> None:
     """Share of KV blocks held, a line per engine, and the waiting sequences of all."""
     for engine in result.engines:
         time, usage = np.append(engine.time, end), np.append(engine.cache_usage, 0.0)
-        axes.step(time, usage, where="post", color=_ROLE_COLOURS[engine.role], alpha=0.7, linewidth=0.8)
+        axes.step(
+            time, usage, where="post", color=_ROLE_COLOURS[engine.role], alpha=0.7, linewidth=0.8
+        )
     for role in {engine.role: None for engine in result.engines}:
         axes.plot([], [], color=_ROLE_COLOURS[role], label=f"{role.name} KV held")
     axes.set(title=result.deployment, xlabel="time (s)", xlim=(0, end))
@@ -95,7 +103,9 @@ def _occupancy(axes, result: SimulationResult, end: float) -> None:
     times = np.concatenate([engine.time for engine in result.engines])
     order = np.argsort(times, kind="stable")
     changes = np.concatenate([np.diff(engine.waiting, prepend=0) for engine in result.engines])
-    waiting.step(times[order], np.cumsum(changes[order]), where="post", color="tab:red", linewidth=0.8)
+    waiting.step(
+        times[order], np.cumsum(changes[order]), where="post", color="tab:red", linewidth=0.8
+    )
     waiting.set_ylabel("waiting", color="tab:red")
     waiting.set_ylim(bottom=0)
     axes.legend(fontsize="small", loc="upper left")

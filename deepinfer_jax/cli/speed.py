@@ -8,7 +8,10 @@ from typing import Any, Self
 
 import jax.monitoring
 
-_COMPILING = ("/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
+_COMPILING = (
+    "/jax/core/compile/backend_compile_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+)
 
 
 class _CompileClock:
@@ -23,11 +26,14 @@ class _CompileClock:
             self.seconds += seconds
 
 
-_compile_clock = functools.cache(_CompileClock)  # one for the process: not every JAX version lets a listener go again
+_compile_clock = functools.cache(
+    _CompileClock
+)  # one for the process: not every JAX version lets a listener go again
 
 
 class Stopwatch:
-    """Measures a `with` block: `seconds` of wall time, `compiling` of it for programs not met before."""
+    """Measures a `with` block: `seconds` of wall time, `compiling` of it for programs not met
+    before."""
 
     def __enter__(self) -> Self:
         self._start, self._compiled = time.perf_counter(), _compile_clock().seconds
@@ -44,4 +50,7 @@ class Stopwatch:
         running = self.seconds - self.compiling
         if self.compiling < 0.1 * self.seconds or running <= 0:
             return line
-        return f"{line} ({self.compiling:.1f} s of it compiling; {tokens / running:.1f} tokens/s without)"
+        return (
+            f"{line} ({self.compiling:.1f} s of it compiling; {tokens / running:.1f} tokens/s"
+            " without)"
+        )

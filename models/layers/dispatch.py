@@ -1,14 +1,18 @@
-"""Carry tokens to the ranks that hold their experts, and the results back. Runs inside `jax.shard_map`.
+"""Carry tokens to the ranks that hold their experts, and the results back. Runs inside
+`jax.shard_map`.
 
-A token travels at most once to a rank, however many of its experts live there: the rank adds up its experts' weighted outputs and
-sends one row back. No token is ever dropped. Two ways behind the same pair of functions:
+A token travels at most once to a rank, however many of its experts live there: the rank adds up its
+experts' weighted outputs and sends one row back. No token is ever dropped. Two ways behind the same
+pair of functions:
 
-* "padded": `lax.all_to_all` of a fixed number of rows per peer (the cap). With the default cap, all the rank's rows, one exchange is
-  always enough. A smaller cap moves fewer padding bytes and repeats the exchange only when some peer's queue was longer.
-* "ragged": `lax.ragged_all_to_all`, which moves exactly the rows there are. GPU only, and only with the XLA flag RAGGED_FLAG: without
-  the decomposer XLA's own ragged-all-to-all corrupts values on GPUs. With it, XLA (jax 0.12) lowers the operation to a padded exchange
-  of the whole send buffer per peer, more than "padded" moves: it is here for the day the native operation is right.
-  Numbers: docs/decisions/031-moe-dispatch.md.
+* "padded": `lax.all_to_all` of a fixed number of rows per peer (the cap). With the default cap, all
+  the rank's rows, one exchange is always enough. A smaller cap moves fewer padding bytes and
+  repeats the exchange only when some peer's queue was longer.
+* "ragged": `lax.ragged_all_to_all`, which moves exactly the rows there are. GPU only, and only with
+  the XLA flag RAGGED_FLAG: without the decomposer XLA's own ragged-all-to-all corrupts values on
+  GPUs. With it, XLA (jax 0.12) lowers the operation to a padded exchange of the whole send buffer
+  per peer, more than "padded" moves: it is here for the day the native operation is right. Numbers:
+  docs/decisions/031-moe-dispatch.md.
 """
 
 from __future__ import annotations
@@ -27,11 +31,12 @@ RAGGED_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
 class MoeOptions:
     """How a model's experts are laid out and reached.
 
-    dispatch         "padded" or "ragged" (see the module)
-    capacity_factor  None: the cap is the rank's row count, one exchange. A number f: cap = f * the rows a peer receives when routing is
+    dispatch         "padded" or "ragged" (see the module) capacity_factor  None: the cap is the
+    rank's row count, one exchange. A number f: cap = f * the rows a peer receives when routing is
                      uniform; the exchange repeats until every row has gone. Only for "padded".
     extra_experts    redundant physical experts, raised so that the physical count divides by ep
-    rows_per_pass    most expert rows computed at once; bounds the memory of a prefill step whose tokens all meet on one rank
+    rows_per_pass    most expert rows computed at once; bounds the memory of a prefill step whose
+    tokens all meet on one rank
     """
 
     dispatch: str = "padded"
@@ -42,17 +47,27 @@ class MoeOptions:
     def __post_init__(self) -> None:
         if self.dispatch not in ("padded", "ragged"):
             raise ValueError(f"moe dispatch must be 'padded' or 'ragged', got {self.dispatch!r}")
-        if self.capacity_factor is not None and (self.dispatch != "padded" or self.capacity_factor <= 0):
-            raise ValueError(f"capacity_factor must be > 0 and needs dispatch 'padded', got {self.capacity_factor} with {self.dispatch!r}")
+        if self.capacity_factor is not None and (
+            self.dispatch != "padded" or self.capacity_factor <= 0
+        ):
+            raise ValueError(
+                "capacity_factor must be > 0 and needs dispatch 'padded', got"
+                f" {self.capacity_factor} with {self.dispatch!r}"
+            )
         if self.extra_experts < 0 or self.rows_per_pass < 1:
-            raise ValueError(f"need extra_experts >= 0 and rows_per_pass >= 1, got {self.extra_experts} and {self.rows_per_pass}")
+            raise ValueError(
+                f"need extra_experts >= 0 and rows_per_pass >= 1, got {self.extra_experts} and"
+                f" {self.rows_per_pass}"
+            )
 
     def check_backend(self, xla_flags: str | None = None) -> None:
-        """ValueError when "ragged" is asked for without the XLA flag it needs (read from XLA_FLAGS by default)."""
+        """ValueError when "ragged" is asked for without the XLA flag it needs (read from XLA_FLAGS
+        by default)."""
         flags = os.environ.get("XLA_FLAGS", "") if xla_flags is None else xla_flags
         if self.dispatch == "ragged" and RAGGED_FLAG not in flags.split():
             raise ValueError(
-                f"moe dispatch 'ragged' needs XLA_FLAGS to hold {RAGGED_FLAG}: without it values arrive corrupted; got {flags!r}"
+                f"moe dispatch 'ragged' needs XLA_FLAGS to hold {RAGGED_FLAG}: without it values"
+                f" arrive corrupted; got {flags!r}"
             )
 
     def capacity(self, rows: int, top_k: int, ep: int) -> int:
@@ -66,8 +81,9 @@ class MoeOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SendPlan:
-    """Which rows go to which peer. `wanted` bool [T, ep]; `position` i32 [T, ep] a row's place in that peer's queue; `counts` i32 [ep];
-    `peers` i32 [T, m] and `live` bool [T, m]: a row's distinct peers, m = min(k, ep)."""
+    """Which rows go to which peer. `wanted` bool [T, ep]; `position` i32 [T, ep] a row's place in
+    that peer's queue; `counts` i32 [ep]; `peers` i32 [T, m] and `live` bool [T, m]: a row's
+    distinct peers, m = min(k, ep)."""
 
     wanted: jax.Array
     position: jax.Array
@@ -79,8 +95,9 @@ class SendPlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Received:
-    """What a rank computes on. rows [R, D]; ids i32 [R, k] local expert slots, -1 none; weights f32 [R, k].
-    `back`: whatever `combine` needs to return the results (sizes for the ragged path, the exchange's number for the padded one)."""
+    """What a rank computes on. rows [R, D]; ids i32 [R, k] local expert slots, -1 none; weights f32
+    [R, k]. `back`: whatever `combine` needs to return the results (sizes for the ragged path, the
+    exchange's number for the padded one)."""
 
     rows: jax.Array
     ids: jax.Array
@@ -110,7 +127,9 @@ def _localise(ids: jax.Array, axis: str, per_rank: int) -> jax.Array:
 
 def _pack(ids: jax.Array, weights: jax.Array) -> jax.Array:
     """Slots and weights share one small i32 message [.., 2k]."""
-    return jnp.concatenate([ids, jax.lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)], axis=-1)
+    return jnp.concatenate(
+        [ids, jax.lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)], axis=-1
+    )
 
 
 def _unpack(packed: jax.Array, axis: str, per_rank: int) -> tuple[jax.Array, jax.Array]:
@@ -123,42 +142,65 @@ def _take(rows: jax.Array, index: jax.Array, fill: int = 0) -> jax.Array:
 
 
 def _gather_back(returned: jax.Array, index: jax.Array, live: jax.Array) -> jax.Array:
-    """Sum of each token's returned rows in f32: returned [N, D], index i32 [T, m], live bool [T, m] -> f32 [T, D]."""
+    """Sum of each token's returned rows in f32: returned [N, D], index i32 [T, m], live bool [T, m]
+    -> f32 [T, D]."""
     rows = _take(returned, jnp.where(live, index, returned.shape[0]))
     return rows.astype(jnp.float32).sum(1)
 
 
-# ---- padded ---------------------------------------------------------------------------------------------------------------------
+# ---- padded --------------------------------------------------------------------------------------
 
 
-def dispatch_padded(x, ids, weights, plan: SendPlan, *, axis: str, ep: int, per_rank: int, cap: int, turn: jax.Array | int = 0) -> Received:
-    """Exchange number `turn`: the rows whose place in a peer's queue is in [turn * cap, (turn + 1) * cap)."""
+def dispatch_padded(
+    x,
+    ids,
+    weights,
+    plan: SendPlan,
+    *,
+    axis: str,
+    ep: int,
+    per_rank: int,
+    cap: int,
+    turn: jax.Array | int = 0,
+) -> Received:
+    """Exchange number `turn`: the rows whose place in a peer's queue is in [turn * cap, (turn + 1)
+    * cap)."""
     place = plan.position - turn * cap
     place = jnp.where(plan.wanted & (place >= 0) & (place < cap), place, cap)
     token = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], place.shape)
-    source = jnp.full((ep, cap), x.shape[0], jnp.int32).at[jnp.arange(ep)[None, :], place].set(token, mode="drop")
+    source = (
+        jnp.full((ep, cap), x.shape[0], jnp.int32)
+        .at[jnp.arange(ep)[None, :], place]
+        .set(token, mode="drop")
+    )
     rows = jax.lax.all_to_all(_take(x, source), axis, 0, 0, tiled=True)
     packed = jax.lax.all_to_all(_take(_pack(ids, weights), source, -1), axis, 0, 0, tiled=True)
     local, w = _unpack(packed.reshape(ep * cap, -1), axis, per_rank)
     return Received(rows.reshape(ep * cap, -1), local, w, (jnp.asarray(turn, jnp.int32),))
 
 
-def combine_padded(out: jax.Array, received: Received, plan: SendPlan, *, axis: str, ep: int, cap: int) -> jax.Array:
+def combine_padded(
+    out: jax.Array, received: Received, plan: SendPlan, *, axis: str, ep: int, cap: int
+) -> jax.Array:
     """Results [ep * cap, D] of an exchange -> their sum per token, f32 [T, D]."""
-    returned = jax.lax.all_to_all(out.reshape(ep, cap, -1), axis, 0, 0, tiled=True).reshape(ep * cap, -1)
+    returned = jax.lax.all_to_all(out.reshape(ep, cap, -1), axis, 0, 0, tiled=True).reshape(
+        ep * cap, -1
+    )
     place = jnp.take_along_axis(plan.position, plan.peers, axis=1) - received.back[0] * cap
     live = plan.live & (place >= 0) & (place < cap)
     return _gather_back(returned, plan.peers * cap + place, live)
 
 
-# ---- ragged ---------------------------------------------------------------------------------------------------------------------
+# ---- ragged --------------------------------------------------------------------------------------
 
 
 def _starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.cumsum(sizes, axis=axis) - sizes
 
 
-def dispatch_ragged(x, ids, weights, plan: SendPlan, *, axis: str, ep: int, per_rank: int) -> Received:
+def dispatch_ragged(
+    x, ids, weights, plan: SendPlan, *, axis: str, ep: int, per_rank: int
+) -> Received:
     """Only real rows travel; the receive buffer still has room for every row of every rank."""
     rows, peers_max = x.shape[0], plan.peers.shape[1]
     starts = _starts(plan.counts)
@@ -171,7 +213,15 @@ def dispatch_ragged(x, ids, weights, plan: SendPlan, *, axis: str, ep: int, per_
 
     def send(values, fill):
         buffer = jnp.full((ep * rows, values.shape[1]), fill, values.dtype)
-        return jax.lax.ragged_all_to_all(_take(values, source, fill), buffer, starts, plan.counts, out_offsets, recv_sizes, axis_name=axis)
+        return jax.lax.ragged_all_to_all(
+            _take(values, source, fill),
+            buffer,
+            starts,
+            plan.counts,
+            out_offsets,
+            recv_sizes,
+            axis_name=axis,
+        )
 
     local, w = _unpack(send(_pack(ids, weights), -1), axis, per_rank)
     return Received(send(x, 0), local, w, (sizes,))
@@ -183,7 +233,13 @@ def combine_ragged(out: jax.Array, received: Received, plan: SendPlan, *, axis: 
     recv_sizes, starts = sizes[:, me], _starts(plan.counts)
     buffer = jnp.zeros((plan.peers.size, out.shape[1]), out.dtype)
     returned = jax.lax.ragged_all_to_all(
-        out, buffer, _starts(recv_sizes), recv_sizes, _starts(sizes, 1)[:, me], plan.counts, axis_name=axis
+        out,
+        buffer,
+        _starts(recv_sizes),
+        recv_sizes,
+        _starts(sizes, 1)[:, me],
+        plan.counts,
+        axis_name=axis,
     )
     index = starts[plan.peers] + jnp.take_along_axis(plan.position, plan.peers, axis=1)
     return _gather_back(returned, index, plan.live)

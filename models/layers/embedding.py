@@ -11,13 +11,17 @@ from deepinfer_jax.models.layers.quant import float_matmul, quant_format
 
 
 class Embedding(nnx.Module):
-    """tokens i32 [T] -> [T, dim]; `attend` uses the same table as the output head. The table is replicated.
+    """tokens i32 [T] -> [T, dim]; `attend` uses the same table as the output head. The table is
+    replicated.
 
-    quant: stores the table row-wise quantised ("int8" or "int4"); useful when it is also the head, which every step reads
-    in full. "fp8" has scales that span rows, so it keeps the table in `dtype` (as DeepSeek's checkpoints do).
+    quant: stores the table row-wise quantised ("int8" or "int4"); useful when it is also the head,
+    which every step reads in full. "fp8" has scales that span rows, so it keeps the table in
+    `dtype` (as DeepSeek's checkpoints do).
     """
 
-    def __init__(self, vocab_size: int, dim: int, dtype: jnp.dtype, *, quant: str | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, dim: int, dtype: jnp.dtype, *, quant: str | None = None
+    ) -> None:
         self.dtype = dtype
         self.quant = None if quant == "fp8" else quant
         make_kernel(self, "kernel", (vocab_size, dim), (None, None), dtype, self.quant)
@@ -25,24 +29,38 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.quant is None:
             return jnp.take(self.kernel[...], tokens, axis=0, mode="clip")
-        rows = [jnp.take(part, tokens, axis=0, mode="clip") for part in stored_parts(self, "kernel", self.quant)]
+        rows = [
+            jnp.take(part, tokens, axis=0, mode="clip")
+            for part in stored_parts(self, "kernel", self.quant)
+        ]
         return quant_format(self.quant).dequantize(self.dtype, *rows)
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, dim] -> float32 logits [R, vocab]."""
         if self.quant is None:
             return float_matmul(hidden, self.kernel[...], jnp.float32)
-        return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)
+        return (
+            quant_format(self.quant)
+            .matmul(hidden, *stored_parts(self, "kernel", self.quant))
+            .astype(jnp.float32)
+        )
 
 
 class LMHead(nnx.Module):
-    """The output head when it is not tied: hidden [R, dim] -> float32 logits [R, vocab]; replicated."""
+    """The output head when it is not tied: hidden [R, dim] -> float32 logits [R, vocab];
+    replicated."""
 
-    def __init__(self, dim: int, vocab_size: int, dtype: jnp.dtype, *, quant: str | None = None) -> None:
+    def __init__(
+        self, dim: int, vocab_size: int, dtype: jnp.dtype, *, quant: str | None = None
+    ) -> None:
         self.quant = None if quant == "fp8" else quant
         make_kernel(self, "kernel", (vocab_size, dim), (None, None), dtype, self.quant)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         if self.quant is None:
             return float_matmul(hidden, self.kernel[...], jnp.float32)
-        return quant_format(self.quant).matmul(hidden, *stored_parts(self, "kernel", self.quant)).astype(jnp.float32)
+        return (
+            quant_format(self.quant)
+            .matmul(hidden, *stored_parts(self, "kernel", self.quant))
+            .astype(jnp.float32)
+        )

@@ -17,8 +17,8 @@ class Linear(nnx.Module):
     """`x [..., in] -> [..., out]`, in x's dtype.
 
     in_features, out_features: global sizes; inside `shard_map` the kernel is this rank's share.
-    quant: None, "int8", "int4" or "fp8" (layers/quant.py).
-    tp: None (replicated), "column" (this rank's rows of the kernel: the result is this rank's share of the outputs) or
+    quant: None, "int8", "int4" or "fp8" (layers/quant.py). tp: None (replicated), "column" (this
+    rank's rows of the kernel: the result is this rank's share of the outputs) or
         "row" (this rank's inputs: partial results are summed over tp, then the bias is added once).
     """
 
@@ -37,10 +37,17 @@ class Linear(nnx.Module):
             raise ValueError(f'tp must be None, "column" or "row", got {tp!r}')
         split = {None: None, "column": out_features, "row": in_features}[tp]
         if split is not None and split % axes.tp:
-            raise ValueError(f"a {tp}-parallel linear splits {split} features over tp={axes.tp}, which does not divide it")
+            raise ValueError(
+                f"a {tp}-parallel linear splits {split} features over tp={axes.tp}, which does not"
+                " divide it"
+            )
         if tp is not None and quant is not None and axes.tp > 1:
             fmt = quant_format(quant)
-            check_blocks(split // axes.tp, {"column": fmt.row_block, "row": fmt.col_block}[tp], f"{quant} with tp={axes.tp}")
+            check_blocks(
+                split // axes.tp,
+                {"column": fmt.row_block, "row": fmt.col_block}[tp],
+                f"{quant} with tp={axes.tp}",
+            )
         self.quant, self.tp, self.axes = quant, tp, axes
         row_axis, col_axis = ("tp" if tp == "column" else None), ("tp" if tp == "row" else None)
         make_kernel(self, "kernel", (out_features, in_features), (row_axis, col_axis), dtype, quant)
@@ -60,19 +67,31 @@ class Linear(nnx.Module):
 
     def parts(self) -> tuple[jax.Array, ...]:
         """The kernel as stored: itself, or with its format's companions."""
-        return (self.kernel[...],) if self.quant is None else tuple(stored_parts(self, "kernel", self.quant))
+        return (
+            (self.kernel[...],)
+            if self.quant is None
+            else tuple(stored_parts(self, "kernel", self.quant))
+        )
 
 
 def check_blocks(features: int, block: int, what: str) -> None:
     """ValueError when a share of `features` would end inside a scale block."""
     if features % block:
-        raise ValueError(f"{what}: a share of {features} features is not a multiple of the scale block {block}")
+        raise ValueError(
+            f"{what}: a share of {features} features is not a multiple of the scale block {block}"
+        )
 
 
 def make_kernel(
-    module: nnx.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype, quant: str | None
+    module: nnx.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: jnp.dtype,
+    quant: str | None,
 ) -> None:
-    """Sets `module.<name>` of shape [..., N, K] split along `axes`; quantised, also its format's companions (`<name>_scale`).
+    """Sets `module.<name>` of shape [..., N, K] split along `axes`; quantised, also its format's
+    companions (`<name>_scale`).
 
     Leading dimensions (stacked experts) are kept in all of them.
     """
@@ -84,13 +103,23 @@ def make_kernel(
     setattr(module, name, param((*shape[:lead], *kernel_shape), kernel_dtype, axes, quant=quant))
     for suffix, (part_shape, part_dtype) in zip(fmt.suffixes, companions, strict=True):
         part_axes = axes[: lead + len(part_shape)]
-        init = 1 / (fmt.random_std * shape[-1] ** 0.5) if fmt.random_std and part_dtype == jnp.float32 else "ones"
-        setattr(module, f"{name}{suffix}", param((*shape[:lead], *part_shape), part_dtype, part_axes, init=init))
+        init = (
+            1 / (fmt.random_std * shape[-1] ** 0.5)
+            if fmt.random_std and part_dtype == jnp.float32
+            else "ones"
+        )
+        setattr(
+            module,
+            f"{name}{suffix}",
+            param((*shape[:lead], *part_shape), part_dtype, part_axes, init=init),
+        )
 
 
 def stored_parts(module: nnx.Module, name: str, quant: str) -> list[jax.Array]:
     """`module.<name>` and its companions, in the order that the format's functions take them."""
-    return [getattr(module, f"{name}{suffix}")[...] for suffix in ("", *quant_format(quant).suffixes)]
+    return [
+        getattr(module, f"{name}{suffix}")[...] for suffix in ("", *quant_format(quant).suffixes)
+    ]
 
 
 def dequantized(module: nnx.Module, name: str, quant: str | None, dtype: jnp.dtype) -> jax.Array:

@@ -17,7 +17,8 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 class SwiGLU(nnx.Module):
-    """x [..., hidden] -> [..., hidden]; gate and up are one kernel, laid out per tp rank as (gate rows, up rows)."""
+    """x [..., hidden] -> [..., hidden]; gate and up are one kernel, laid out per tp rank as (gate
+    rows, up rows)."""
 
     def __init__(
         self,
@@ -31,8 +32,12 @@ class SwiGLU(nnx.Module):
     ) -> None:
         if intermediate % axes.tp:
             raise ValueError(f"intermediate size {intermediate} is not divisible by tp={axes.tp}")
-        self.gate_up = Linear(hidden, 2 * intermediate, bias=bias, dtype=dtype, quant=quant, tp="column", axes=axes)
-        self.down = Linear(intermediate, hidden, bias=bias, dtype=dtype, quant=quant, tp="row", axes=axes)
+        self.gate_up = Linear(
+            hidden, 2 * intermediate, bias=bias, dtype=dtype, quant=quant, tp="column", axes=axes
+        )
+        self.down = Linear(
+            intermediate, hidden, bias=bias, dtype=dtype, quant=quant, tp="row", axes=axes
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(swiglu(self.gate_up(x)))

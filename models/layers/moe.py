@@ -1,4 +1,5 @@
-"""Mixture-of-experts layer under expert parallelism: route, dispatch, compute the local experts, combine."""
+"""Mixture-of-experts layer under expert parallelism: route, dispatch, compute the local experts,
+combine."""
 
 from __future__ import annotations
 
@@ -42,18 +43,22 @@ def expert_parallel(
     options: MoeOptions,
     meanwhile: Callable[[], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `compute` on the ranks that hold each row's experts: x [T, D] -> (f32 [T, D], meanwhile()).
+    """Runs `compute` on the ranks that hold each row's experts: x [T, D] -> (f32 [T, D],
+    meanwhile()).
 
-    ids: i32 [T, k] physical slots, -1 for none (a padding row has only those and travels nowhere); weights f32 [T, k].
-    compute(rows [R, D], ids i32 [R, k] local slots, weights [R, k]) -> f32 [R, D].
-    meanwhile: work that depends on no exchange, placed between dispatch and combine so that XLA may overlap it with them.
+    ids: i32 [T, k] physical slots, -1 for none (a padding row has only those and travels nowhere);
+    weights f32 [T, k]. compute(rows [R, D], ids i32 [R, k] local slots, weights [R, k]) -> f32 [R,
+    D]. meanwhile: work that depends on no exchange, placed between dispatch and combine so that XLA
+    may overlap it with them.
     """
     ep, axis = axes.ep, axes.ep_axis
     if ep == 1:
         return compute(x, ids, weights), meanwhile()
     plan = dispatch.plan_sends(ids, ep, per_rank)
     if options.dispatch == "ragged":
-        received = dispatch.dispatch_ragged(x, ids, weights, plan, axis=axis, ep=ep, per_rank=per_rank)
+        received = dispatch.dispatch_ragged(
+            x, ids, weights, plan, axis=axis, ep=ep, per_rank=per_rank
+        )
         other = meanwhile()
         out = compute(received.rows, received.ids, received.weights).astype(x.dtype)
         return dispatch.combine_ragged(out, received, plan, axis=axis), other
@@ -61,7 +66,9 @@ def expert_parallel(
     cap = options.capacity(x.shape[0], ids.shape[1], ep)
 
     def exchange(turn: jax.Array | int, other: Callable[[], jax.Array] | None = None):
-        received = dispatch.dispatch_padded(x, ids, weights, plan, axis=axis, ep=ep, per_rank=per_rank, cap=cap, turn=turn)
+        received = dispatch.dispatch_padded(
+            x, ids, weights, plan, axis=axis, ep=ep, per_rank=per_rank, cap=cap, turn=turn
+        )
         done = other() if other else None
         out = compute(received.rows, received.ids, received.weights).astype(x.dtype)
         return dispatch.combine_padded(out, received, plan, axis=axis, ep=ep, cap=cap), done
@@ -69,25 +76,31 @@ def expert_parallel(
     first, other = exchange(0, meanwhile)
     if cap >= x.shape[0]:
         return first, other
-    turns = jax.lax.pmax(-(-plan.counts.max() // cap), axis)  # the longest queue of the group: every rank takes every turn
+    turns = jax.lax.pmax(
+        -(-plan.counts.max() // cap), axis
+    )  # the longest queue of the group: every rank takes every turn
     return jax.lax.fori_loop(1, turns, lambda i, total: total + exchange(i)[0], first), other
 
 
 @dataclass(frozen=True)
 class InitialTable:
-    """Makes the start value of one placement table; a value, so that two equal models stay equal."""
+    """Makes the start value of one placement table; a value, so that two equal models
+    stay equal."""
 
     table: str
     num_experts: int
     num_physical: int
 
     def __call__(self) -> np.ndarray:
-        tables = make_placement(initial_physical_to_logical(self.num_experts, self.num_physical), self.num_experts)
+        tables = make_placement(
+            initial_physical_to_logical(self.num_experts, self.num_physical), self.num_experts
+        )
         return getattr(tables, self.table)
 
 
 class PlacementTable(nnx.Variable):
-    """Expert placement: data of the step, not a trained weight and not in any checkpoint. Metadata `init` makes the start value."""
+    """Expert placement: data of the step, not a trained weight and not in any checkpoint. Metadata
+    `init` makes the start value."""
 
 
 class ExpertPlacement(nnx.Module):
@@ -100,16 +113,20 @@ class ExpertPlacement(nnx.Module):
             setattr(self, name, PlacementTable(jnp.zeros(shape, jnp.int32), init=init))
 
     def set(self, tables: Placement) -> None:
-        """Replaces the tables (outside a trace). The weights must have been moved to match; ValueError on another shape."""
+        """Replaces the tables (outside a trace). The weights must have been moved to match;
+        ValueError on another shape."""
         for name in TABLES:
             new, old = getattr(tables, name), getattr(self, name)
             if new.shape != old[...].shape:
-                raise ValueError(f"{name} has shape {new.shape}, the model was built for {old[...].shape}")
+                raise ValueError(
+                    f"{name} has shape {new.shape}, the model was built for {old[...].shape}"
+                )
             old[...] = jnp.asarray(new)
 
 
 class MoE(nnx.Module):
-    """x [T, D] -> (routed experts + shared experts [T, D], load i32 [num_experts]: this rank's tokens per logical expert).
+    """x [T, D] -> (routed experts + shared experts [T, D], load i32 [num_experts]: this rank's
+    tokens per logical expert).
 
     shared_intermediate: width of the shared experts together (they are one SwiGLU); 0: none.
     """
@@ -131,9 +148,23 @@ class MoE(nnx.Module):
         num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
         # float32: a rounded logit can flip a choice of experts, and the matrix is tiny
         self.gate = param((router.num_experts, hidden), jnp.float32)
-        self.gate_bias = param((router.num_experts,), jnp.float32, init="zeros") if router.bias else None
-        self.experts = Experts(num_physical, hidden, intermediate, dtype=dtype, quant=quant, axes=axes, rows_per_pass=options.rows_per_pass)
-        self.shared = SwiGLU(hidden, shared_intermediate, dtype=dtype, quant=quant, axes=axes) if shared_intermediate else None
+        self.gate_bias = (
+            param((router.num_experts,), jnp.float32, init="zeros") if router.bias else None
+        )
+        self.experts = Experts(
+            num_physical,
+            hidden,
+            intermediate,
+            dtype=dtype,
+            quant=quant,
+            axes=axes,
+            rows_per_pass=options.rows_per_pass,
+        )
+        self.shared = (
+            SwiGLU(hidden, shared_intermediate, dtype=dtype, quant=quant, axes=axes)
+            if shared_intermediate
+            else None
+        )
         self.placement = ExpertPlacement(router.num_experts, num_physical)
         self.per_rank = num_physical // axes.ep
 
@@ -141,7 +172,12 @@ class MoE(nnx.Module):
         weights, experts = self.route(x)
         experts = jnp.where(valid[:, None], experts, -1)
         rank = jax.lax.axis_index(self.axes.ep_axis) if self.axes.ep > 1 else 0
-        ids = physical_ids(experts, self.placement.logical_to_physical[...], self.placement.replica_count[...], rank)
+        ids = physical_ids(
+            experts,
+            self.placement.logical_to_physical[...],
+            self.placement.replica_count[...],
+            rank,
+        )
         routed, shared = expert_parallel(
             x,
             ids,
@@ -157,25 +193,44 @@ class MoE(nnx.Module):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> (weights f32 [T, k], logical experts i32 [T, k])."""
-        logits = jax.lax.dot_general(x.astype(jnp.float32), self.gate[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
+        logits = jax.lax.dot_general(
+            x.astype(jnp.float32),
+            self.gate[...],
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+        )
         return route(logits, None if self.gate_bias is None else self.gate_bias[...], self.router)
 
     def _shared(self, x: jax.Array) -> jax.Array | None:
-        """This tp rank's share of the shared experts' output: summed over tp together with the routed part, in one all-reduce."""
-        return None if self.shared is None else self.shared.down.matmul(swiglu(self.shared.gate_up(x)))
+        """This tp rank's share of the shared experts' output: summed over tp together with the
+        routed part, in one all-reduce."""
+        return (
+            None if self.shared is None else self.shared.down.matmul(swiglu(self.shared.gate_up(x)))
+        )
 
 
-def moe_rules(target: str, source: str, router: RouterConfig, axes: ParallelAxes, options: MoeOptions) -> list[Rule]:
-    """Rules of a `MoE` at `target` (without its shared experts) from `source`.gate and `source`.experts.{e}.*_proj."""
+def moe_rules(
+    target: str, source: str, router: RouterConfig, axes: ParallelAxes, options: MoeOptions
+) -> list[Rule]:
+    """Rules of a `MoE` at `target` (without its shared experts) from `source`.gate and
+    `source`.experts.{e}.*_proj."""
     num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
     slots = tuple(initial_physical_to_logical(router.num_experts, num_physical).tolist())
     expert = f"{source}.experts.{{e}}"
     rules = [
         Rule(f"{target}.gate", (f"{source}.gate.weight",)),
-        Rule(f"{target}.experts.gate_up", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"), experts=slots),
+        Rule(
+            f"{target}.experts.gate_up",
+            (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
+            experts=slots,
+        ),
         Rule(f"{target}.experts.down", (f"{expert}.down_proj.weight",), experts=slots),
     ]
     for name in TABLES:
         table = InitialTable(name, router.num_experts, num_physical)
         rules.append(Rule(f"{target}.placement.{name}", (), transform=table))
-    return rules + ([Rule(f"{target}.gate_bias", (f"{source}.gate.e_score_correction_bias",))] if router.bias else [])
+    return rules + (
+        [Rule(f"{target}.gate_bias", (f"{source}.gate.e_score_correction_bias",))]
+        if router.bias
+        else []
+    )

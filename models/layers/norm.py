@@ -10,7 +10,8 @@ from deepinfer_jax.models.layers.param import param
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, returned in x's dtype."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, returned in x's
+    dtype."""
     xf = x.astype(jnp.float32)
     scaled = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
     return scaled.astype(x.dtype) * weight.astype(x.dtype)

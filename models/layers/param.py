@@ -1,4 +1,5 @@
-"""Parameters as placeholders: a global shape, a dtype and, per dimension, the logical axis it is split over."""
+"""Parameters as placeholders: a global shape, a dtype and, per dimension, the logical axis it is
+split over."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from jax.sharding import PartitionSpec
 from deepinfer_jax.models.base import ParallelAxes
 
 LOGICAL_AXES = ("expert", "tp")
-"""Names a dimension may carry: "expert" is laid over the ep mesh axis, "tp" over the tp mesh axis."""
+"""Names a dimension may carry: "expert" is laid over the ep mesh axis, "tp" over the tp mesh axis.
+"""
 
 INITS = ("normal", "ones", "zeros")
 
@@ -23,11 +25,13 @@ def param(
     init: str | float = "normal",
     quant: str | None = None,
 ) -> nnx.Param:
-    """A parameter of global `shape`; built inside `nnx.eval_shape` it holds a ShapeDtypeStruct and no memory.
+    """A parameter of global `shape`; built inside `nnx.eval_shape` it holds a ShapeDtypeStruct and
+    no memory.
 
-    axes: the logical axis ("expert", "tp" or None) of each dimension; None: replicated.
-    init: how `load_format="dummy"` fills it: "normal" (std 1/sqrt(last dimension)), "ones", "zeros" or a number.
-    quant: the storage format (layers/quant.py) of this tensor, whose companions (`<name>_scale`) lie beside it.
+    axes: the logical axis ("expert", "tp" or None) of each dimension; None: replicated. init: how
+    `load_format="dummy"` fills it: "normal" (std 1/sqrt(last dimension)), "ones", "zeros" or a
+    number. quant: the storage format (layers/quant.py) of this tensor, whose companions
+    (`<name>_scale`) lie beside it.
     """
     axes = (None,) * len(shape) if axes is None else tuple(axes)
     if len(axes) != len(shape):
@@ -40,7 +44,8 @@ def param(
 
 
 def partition_spec(variable: nnx.Variable, axes: ParallelAxes) -> PartitionSpec:
-    """The PartitionSpec of a parameter made by `param`; axes of size 1 stay in the spec (they change nothing)."""
+    """The PartitionSpec of a parameter made by `param`; axes of size 1 stay in the spec (they
+    change nothing)."""
     mesh_axis = {"expert": axes.ep_axis, "tp": axes.tp_axis, None: None}
     logical = variable.get_metadata().get("logical_axes", ())
     return PartitionSpec(*(mesh_axis[name] for name in logical))

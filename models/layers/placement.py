@@ -1,7 +1,8 @@
 """Where experts live: physical expert slots, their logical experts, and which replica a token uses.
 
-Placement is data. Every table has a shape fixed by (experts, physical slots), so moving experts between ranks, or giving a busy expert
-more replicas, changes array contents only and never recompiles a step. Physical slot p lives on rank `p // (num_physical / ep)`.
+Placement is data. Every table has a shape fixed by (experts, physical slots), so moving experts
+between ranks, or giving a busy expert more replicas, changes array contents only and never
+recompiles a step. Physical slot p lives on rank `p // (num_physical / ep)`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 REPLICA_STRIDE = 23333
-"""Odd and far from any power of two: consecutive tokens of a rank walk evenly through an expert's replicas."""
+"""Odd and far from any power of two: consecutive tokens of a rank walk evenly through an expert's
+replicas."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Host tables of one layer (or, with a leading layer axis, of many).
 
-    physical_to_logical  i32 [P]     logical expert held by each physical slot
-    logical_to_physical  i32 [E, R]  slots of each expert, the first `replica_count` of a row count; R = P - E + 1, the most one can have
-    replica_count        i32 [E]     at least 1
+    physical_to_logical  i32 [P]     logical expert held by each physical slot logical_to_physical
+    i32 [E, R]  slots of each expert, the first `replica_count` of a row count; R = P - E + 1, the
+    most one can have replica_count        i32 [E]     at least 1
     """
 
     physical_to_logical: np.ndarray
@@ -38,7 +40,8 @@ def num_physical_experts(num_experts: int, ep: int, extra: int = 0) -> int:
 
 
 def initial_physical_to_logical(num_experts: int, num_physical: int) -> np.ndarray:
-    """The layout weights are loaded in: slot i holds expert i, and the extra slots start again at expert 0. i32 [num_physical]"""
+    """The layout weights are loaded in: slot i holds expert i, and the extra slots start again at
+    expert 0. i32 [num_physical]"""
     return (np.arange(num_physical) % num_experts).astype(np.int32)
 
 
@@ -46,7 +49,10 @@ def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> Placeme
     """The three tables from one. ValueError when an id is out of range or an expert has no slot."""
     p2l = np.asarray(physical_to_logical, np.int32)
     if p2l.ndim != 1 or p2l.min(initial=0) < 0 or p2l.max(initial=0) >= num_experts:
-        raise ValueError(f"physical_to_logical must be 1-D with ids in 0..{num_experts - 1}, got shape {p2l.shape}")
+        raise ValueError(
+            f"physical_to_logical must be 1-D with ids in 0..{num_experts - 1}, got shape"
+            f" {p2l.shape}"
+        )
     count = np.bincount(p2l, minlength=num_experts).astype(np.int32)
     if (count == 0).any():
         raise ValueError(f"experts without a physical slot: {np.flatnonzero(count == 0).tolist()}")
@@ -58,11 +64,16 @@ def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> Placeme
     return Placement(p2l, table, count)
 
 
-def physical_ids(experts: jax.Array, logical_to_physical: jax.Array, replica_count: jax.Array, rank: jax.Array | int) -> jax.Array:
+def physical_ids(
+    experts: jax.Array,
+    logical_to_physical: jax.Array,
+    replica_count: jax.Array,
+    rank: jax.Array | int,
+) -> jax.Array:
     """Logical experts i32 [T, k] (-1: none) -> physical slots i32 [T, k] (-1: none).
 
-    Token t of rank r uses replica `(r + t * 23333) mod replica_count`, so one expert's load spreads over its replicas without any
-    exchange between ranks.
+    Token t of rank r uses replica `(r + t * 23333) mod replica_count`, so one expert's load spreads
+    over its replicas without any exchange between ranks.
     """
     if logical_to_physical.shape[1] == 1:  # no replicas possible: the table is a permutation
         chosen = logical_to_physical[experts, 0]
@@ -75,5 +86,10 @@ def physical_ids(experts: jax.Array, logical_to_physical: jax.Array, replica_cou
 
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
-    """How many tokens each logical expert was chosen by: i32 [num_experts]. Entries of -1 do not count."""
-    return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop", wrap_negative_indices=False)
+    """How many tokens each logical expert was chosen by: i32 [num_experts]. Entries of -1 do not
+    count."""
+    return (
+        jnp.zeros(num_experts, jnp.int32)
+        .at[experts.reshape(-1)]
+        .add(1, mode="drop", wrap_negative_indices=False)
+    )

@@ -1,7 +1,8 @@
-"""Rotary position embedding (Su et al., 2021) and its length extensions, as Hugging Face configurations spell them.
+"""Rotary position embedding (Su et al., 2021) and its length extensions, as Hugging Face
+configurations spell them.
 
-linear: positions divided by `factor`. llama3: by wavelength (Llama 3.1). yarn: Peng et al., 2023, sections 3.2-3.4, with
-`mscale` as DeepSeek uses it.
+linear: positions divided by `factor`. llama3: by wavelength (Llama 3.1). yarn: Peng et al., 2023,
+sections 3.2-3.4, with `mscale` as DeepSeek uses it.
 """
 
 from __future__ import annotations
@@ -37,26 +38,35 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope type {self.rope_type!r} is not supported; supported: {ROPE_TYPES}")
+            raise ValueError(
+                f"rope type {self.rope_type!r} is not supported; supported: {ROPE_TYPES}"
+            )
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"the rotated head width must be even and positive, got {self.dim}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_position <= 0:
             raise ValueError(f"rope type {self.rope_type!r} needs original_max_position_embeddings")
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], dim: int | None = None, *, default_theta: float = 10000.0) -> RopeConfig:
+    def from_hf(
+        cls, config: dict[str, Any], dim: int | None = None, *, default_theta: float = 10000.0
+    ) -> RopeConfig:
         """From config.json in either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`.
 
-        dim: rotated width; None: head_dim (or hidden_size / num_attention_heads) times partial_rotary_factor.
-        Raises ValueError naming the rope type when it is unsupported, or the key when it is missing.
+        dim: rotated width; None: head_dim (or hidden_size / num_attention_heads) times
+        partial_rotary_factor. Raises ValueError naming the rope type when it is unsupported, or the
+        key when it is missing.
         """
         rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
         if dim is None:
-            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+            head_dim = (
+                config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            )
+            partial = (
+                rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+            )
             dim = int(head_dim * partial)
         original = (
             rope.get("original_max_position_embeddings")
@@ -66,8 +76,16 @@ class RopeConfig:
         factor = rope.get("factor")
         if factor is None and rope_type != "default":
             raise ValueError(f"rope type {rope_type!r} needs a factor")
-        optional = {k: float(rope[k]) for k in ("low_freq_factor", "high_freq_factor") if rope.get(k) is not None}
-        optional |= {k: float(rope[k]) for k in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if rope.get(k)}
+        optional = {
+            k: float(rope[k])
+            for k in ("low_freq_factor", "high_freq_factor")
+            if rope.get(k) is not None
+        }
+        optional |= {
+            k: float(rope[k])
+            for k in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            if rope.get(k)
+        }
         return cls(
             dim=dim,
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or default_theta),
@@ -87,12 +105,15 @@ class RopeConfig:
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.mscale and self.mscale_all_dim:
-            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
+                self.factor, self.mscale_all_dim
+            )
         return yarn_mscale(self.factor, 1.0)
 
     @property
     def softmax_scale_factor(self) -> float:
-        """Factor on the softmax scale that DeepSeek applies on top: mscale(factor, mscale_all_dim)^2; 1 for other types."""
+        """Factor on the softmax scale that DeepSeek applies on top: mscale(factor,
+        mscale_all_dim)^2; 1 for other types."""
         if self.rope_type == "default" or not self.mscale_all_dim:
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
@@ -121,8 +142,13 @@ def inv_frequencies(config: RopeConfig) -> np.ndarray:
 def _llama3(inv_freq: np.ndarray, c: RopeConfig) -> np.ndarray:
     """Long wavelengths divided by factor, short ones kept, the middle blended."""
     wavelength = 2 * math.pi / inv_freq
-    longest, shortest = c.original_max_position / c.low_freq_factor, c.original_max_position / c.high_freq_factor
-    blend = (c.original_max_position / wavelength - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
+    longest, shortest = (
+        c.original_max_position / c.low_freq_factor,
+        c.original_max_position / c.high_freq_factor,
+    )
+    blend = (c.original_max_position / wavelength - c.low_freq_factor) / (
+        c.high_freq_factor - c.low_freq_factor
+    )
     smoothed = (1 - blend) * inv_freq / c.factor + blend * inv_freq
     scaled = np.where(wavelength > longest, inv_freq / c.factor, inv_freq)
     middle = (wavelength >= shortest) & (wavelength <= longest)
@@ -130,10 +156,15 @@ def _llama3(inv_freq: np.ndarray, c: RopeConfig) -> np.ndarray:
 
 
 def _yarn(inv_freq: np.ndarray, c: RopeConfig) -> np.ndarray:
-    """Pairs that turn more than beta_fast times in the original length are kept, under beta_slow interpolated."""
+    """Pairs that turn more than beta_fast times in the original length are kept, under beta_slow
+    interpolated."""
 
     def pair_index(turns: float) -> float:
-        return c.dim * math.log(c.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(c.theta))
+        return (
+            c.dim
+            * math.log(c.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(c.theta))
+        )
 
     low, high = pair_index(c.beta_fast), pair_index(c.beta_slow)
     if c.truncate:
@@ -150,10 +181,13 @@ def rope_cos_sin(config: RopeConfig, positions: jax.Array) -> tuple[jax.Array, j
     return jnp.cos(angles) * config.cos_sin_scale, jnp.sin(angles) * config.cos_sin_scale
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False) -> jax.Array:
+def apply_rope(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False
+) -> jax.Array:
     """Rotates the first 2 * cos.shape[-1] channels of each head of x [T, H, D] and passes the rest.
 
-    interleaved False: channel i pairs with i + dim/2 (Hugging Face Llama). True: 2i pairs with 2i + 1 (DeepSeek, GPT-J).
+    interleaved False: channel i pairs with i + dim/2 (Hugging Face Llama). True: 2i pairs with 2i +
+    1 (DeepSeek, GPT-J).
     """
     dim = 2 * cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -1,4 +1,5 @@
-"""The commands with an LLM that answers by a rule: what they pass on, what they print, how they refuse."""
+"""The commands with an LLM that answers by a rule: what they pass on, what they print, how they
+refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from deepinfer_jax.cli import common
 from deepinfer_jax.cli.speed import Stopwatch
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind
-from deepinfer_jax.tokenizer import Tokenizer
+from deepinfer_jax.text.tokenizer import Tokenizer
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -28,7 +29,11 @@ class FakeLLM:
     """Answers every prompt with its text in capitals, and notes the calls."""
 
     def __init__(self, *, chat: bool = True, tokenizer: bool = True) -> None:
-        self._tokenizer = Tokenizer(tiny.byte_level(), chat_templates={"default": CHAT} if chat else None) if tokenizer else None
+        self._tokenizer = (
+            Tokenizer(tiny.byte_level(), chat_templates={"default": CHAT} if chat else None)
+            if tokenizer
+            else None
+        )
         self.calls: list[SimpleNamespace] = []
         self.closed = False
         self.reason = "length"
@@ -43,8 +48,13 @@ class FakeLLM:
         return self._tokenizer
 
     def generate(self, *, prompt_token_ids, sampling_params, use_tqdm):
-        self.calls.append(SimpleNamespace(ids=prompt_token_ids, params=sampling_params, use_tqdm=use_tqdm))
-        return [self._answer(i, ids, p.n) for i, (ids, p) in enumerate(zip(prompt_token_ids, sampling_params, strict=True))]
+        self.calls.append(
+            SimpleNamespace(ids=prompt_token_ids, params=sampling_params, use_tqdm=use_tqdm)
+        )
+        return [
+            self._answer(i, ids, p.n)
+            for i, (ids, p) in enumerate(zip(prompt_token_ids, sampling_params, strict=True))
+        ]
 
     def stream(self, *, prompt_token_ids, sampling_params):
         self.calls.append(SimpleNamespace(ids=[prompt_token_ids], params=[sampling_params]))
@@ -52,12 +62,22 @@ class FakeLLM:
         for char, token in zip(answer.text, answer.token_ids, strict=True):
             if char == "!":
                 raise KeyboardInterrupt
-            yield RequestOutput("r", None, prompt_token_ids, outputs=[CompletionOutput(0, char, [token])])
-        yield RequestOutput("r", None, prompt_token_ids, outputs=[CompletionOutput(0, "", [], finish_reason=self.reason)], finished=True)
+            yield RequestOutput(
+                "r", None, prompt_token_ids, outputs=[CompletionOutput(0, char, [token])]
+            )
+        yield RequestOutput(
+            "r",
+            None,
+            prompt_token_ids,
+            outputs=[CompletionOutput(0, "", [], finish_reason=self.reason)],
+            finished=True,
+        )
 
     def _answer(self, index, ids, n):
         text = self._tokenizer.decode(ids).upper() if self._tokenizer else ""
-        outputs = [CompletionOutput(k, text, list(ids), finish_reason=self.reason) for k in range(n)]
+        outputs = [
+            CompletionOutput(k, text, list(ids), finish_reason=self.reason) for k in range(n)
+        ]
         return RequestOutput(f"r{index}", None, list(ids), outputs=outputs, finished=True)
 
     def prompts(self, call=0) -> list[str]:
@@ -85,7 +105,20 @@ def test_generate_applies_the_chat_template(llm, capsys):
 
 
 def test_generate_raw_and_several_prompts(llm, capsys):
-    assert run("generate", "--model", "x", "--raw", "--prompt", "one", "--prompt", "two\nlines", "--progress") == 0
+    assert (
+        run(
+            "generate",
+            "--model",
+            "x",
+            "--raw",
+            "--prompt",
+            "one",
+            "--prompt",
+            "two\nlines",
+            "--progress",
+        )
+        == 0
+    )
     assert capsys.readouterr().out == ">>> one\nONE\n\n>>> two lines\nTWO\nLINES\n\n"
     assert llm.prompts() == ["one", "two\nlines"] and llm.calls[0].use_tqdm is True
 
@@ -102,11 +135,28 @@ def test_generate_from_file_to_file(llm, tmp_path):
         '{"messages": [{"role": "tool", "content": "b"}]}\n{"prompt_token_ids": [4, 5]}\n'
     )
     out = tmp_path / "out.jsonl"
-    argv = ["generate", "--model", "x", "--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-tokens", "9", "--top-k", "5"]
+    argv = [
+        "generate",
+        "--model",
+        "x",
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(out),
+        "--max-tokens",
+        "9",
+        "--top-k",
+        "5",
+    ]
     assert run(*argv) == 0
-    assert llm.prompts()[:2] == ["<user>a<assistant>", "<tool>b<assistant>"] and llm.calls[0].ids[2] == [4, 5]
+    assert llm.prompts()[:2] == ["<user>a<assistant>", "<tool>b<assistant>"] and llm.calls[0].ids[
+        2
+    ] == [4, 5]
     first, second, _ = llm.calls[0].params
-    assert (first.max_tokens, first.stop, first.top_k) == (3, ("z",), 5) and (second.max_tokens, second.stop) == (9, ())
+    assert (first.max_tokens, first.stop, first.top_k) == (3, ("z",), 5) and (
+        second.max_tokens,
+        second.stop,
+    ) == (9, ())
     assert {p.output_kind for p in llm.calls[0].params} == {RequestOutputKind.FINAL_ONLY}
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["index"] for r in records] == [0, 1, 2] and records[0]["id"] == 1
@@ -119,7 +169,10 @@ def test_generate_text_output_and_json_on_stdout(llm, tmp_path, capsys):
     assert run(*argv, "--output", str(tmp_path / "out.txt")) == 0
     assert (tmp_path / "out.txt").read_text() == "A\nB\n"
     assert run(*argv, "--json") == 0
-    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == [
+        "a",
+        "b",
+    ]
 
 
 def test_generate_without_tokenizer_prints_token_ids(monkeypatch, tmp_path, capsys):
@@ -143,8 +196,14 @@ def test_a_single_prompt_streams_on_a_terminal(llm, monkeypatch, capsys):
     [
         (["--prompt", "x", "--temperature", "-1"], "temperature must be >= 0.0, got -1.0"),
         (["--prompt", "x", "--max-tokens", "-1"], "max_tokens must be >= 0, got -1"),
-        (["--prompt", "x", "--output", "o.csv"], "--output must end in .txt or .jsonl, got 'o.csv'"),
-        (["--prompt", "x", "--output", "/nowhere/o.txt"], "/nowhere/o.txt: No such file or directory"),
+        (
+            ["--prompt", "x", "--output", "o.csv"],
+            "--output must end in .txt or .jsonl, got 'o.csv'",
+        ),
+        (
+            ["--prompt", "x", "--output", "/nowhere/o.txt"],
+            "/nowhere/o.txt: No such file or directory",
+        ),
         (["--input", "/nowhere/p.txt"], "/nowhere/p.txt: No such file or directory"),
         (["--prompt", "x", "--raw", "--system", "s"], "--system is part of the chat template"),
     ],
@@ -152,7 +211,9 @@ def test_a_single_prompt_streams_on_a_terminal(llm, monkeypatch, capsys):
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, argv, message):
     assert run("generate", "--model", "x", *argv) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and error.startswith("deepinfer-jax: error: ")
+    assert (
+        message in error and error.count("\n") == 1 and error.startswith("deepinfer-jax: error: ")
+    )
     assert not llm.calls
 
 
@@ -168,7 +229,12 @@ def test_a_bad_line_s_sampling_parameters_are_named(llm, tmp_path, capsys):
 
 
 def test_usage_errors(capsys):
-    for argv in ([], ["generate"], ["generate", "--model", "x"], ["generate", "--model", "x", "--prompt", "a", "--input", "b"]):
+    for argv in (
+        [],
+        ["generate"],
+        ["generate", "--model", "x"],
+        ["generate", "--model", "x", "--prompt", "a", "--input", "b"],
+    ):
         try:
             code = run(*argv)
         except SystemExit as exit_:
@@ -184,7 +250,11 @@ def test_speed_line_separates_the_compiler():
     watch.seconds, watch.compiling = 4.0, 0.1
     assert watch.report(1, 8) == "1 prompt, 8 tokens in 4.0 s: 2.0 tokens/s"
     watch.compiling = 3.0
-    assert watch.report(2, 8) == "2 prompts, 8 tokens in 4.0 s: 2.0 tokens/s (3.0 s of it compiling; 8.0 tokens/s without)"
+    assert (
+        watch.report(2, 8)
+        == "2 prompts, 8 tokens in 4.0 s: 2.0 tokens/s (3.0 s of it compiling; 8.0 tokens/s"
+        " without)"
+    )
     with watch:
         jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7,), "float32")).compile()
     assert 0 < watch.compiling <= watch.seconds
@@ -218,7 +288,9 @@ def test_chat_reports_a_refused_question_and_goes_on(llm, monkeypatch, capsys):
         yield
 
     answer, llm.stream = llm.stream, refuse
-    monkeypatch.setattr("builtins.input", iter_input(["a", lambda: setattr(llm, "stream", answer) or "b"]))
+    monkeypatch.setattr(
+        "builtins.input", iter_input(["a", lambda: setattr(llm, "stream", answer) or "b"])
+    )
     assert run("chat", "--model", "x") == 0
     assert "error: prompt too long" in capsys.readouterr().err
     assert llm.prompts(0) == ["<user>b<assistant>"]
@@ -286,8 +358,13 @@ def test_info_of_a_model(capsys, golden_llama):
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["class"] == "Llama"
     config = json.loads((golden_llama / "config.json").read_text())
-    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
-    assert found["caches"]["bytes_per_token"] == per_token and found["caches"]["bytes_per_block"] == 8 * per_token
+    per_token = (
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+    )
+    assert (
+        found["caches"]["bytes_per_token"] == per_token
+        and found["caches"]["bytes_per_block"] == 8 * per_token
+    )
     assert run("info", "--model", str(golden_llama)) == 0
     assert "bytes_per_token" in capsys.readouterr().out
 
@@ -303,6 +380,11 @@ def golden_llama():
 
 
 def test_the_module_runs_and_help_loads_no_jax():
-    code = "import sys; from deepinfer_jax.__main__ import main; main([]); print([m for m in sys.modules if m.startswith('jax')])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys; from deepinfer_jax.__main__ import main; main([]); print([m for m in"
+        " sys.modules if m.startswith('jax')])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "commands:" in out and out.strip().endswith("[]")

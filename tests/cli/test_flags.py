@@ -68,7 +68,10 @@ def test_defaults_of_the_command_are_overridden_by_flags():
     assert parse("--count", "1", defaults={"count": 7, "size": 2}) == {"count": 1, "size": 2}
 
 
-@pytest.mark.parametrize("argv", ["--count x", "--colour green", "--buckets 1,x", "--extra [1]", "--extra {", "--hidden 1"])
+@pytest.mark.parametrize(
+    "argv",
+    ["--count x", "--colour green", "--buckets 1,x", "--extra [1]", "--extra {", "--hidden 1"],
+)
 def test_refusals(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(*argv.split())

@@ -10,9 +10,12 @@ import tiny_tokenizers as tiny
 
 from deepinfer_jax.cli.prompts import Prompt, read_prompts, write_results
 from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestOutput
-from deepinfer_jax.tokenizer import Tokenizer
+from deepinfer_jax.text.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer(tiny.byte_level(), chat_templates={"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"})
+TOKENIZER = Tokenizer(
+    tiny.byte_level(),
+    chat_templates={"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"},
+)
 
 
 def write(tmp_path, name: str, text: str) -> str:
@@ -22,7 +25,11 @@ def write(tmp_path, name: str, text: str) -> str:
 
 def test_text_file_one_prompt_per_line(tmp_path):
     path = write(tmp_path, "p.txt", "one\n\n  two \r\n日本\n")
-    assert [(p.text, p.source) for p in read_prompts(path)] == [("one", f"{path}:1"), ("  two ", f"{path}:3"), ("日本", f"{path}:4")]
+    assert [(p.text, p.source) for p in read_prompts(path)] == [
+        ("one", f"{path}:1"),
+        ("  two ", f"{path}:3"),
+        ("日本", f"{path}:4"),
+    ]
 
 
 def test_jsonl_file(tmp_path):
@@ -62,7 +69,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"), [("p.csv", "x", r"\.txt .* or \.jsonl"), ("p", "x", "no suffix"), ("p.txt", " \n", "no prompts")]
+    ("name", "text", "message"),
+    [
+        ("p.csv", "x", r"\.txt .* or \.jsonl"),
+        ("p", "x", "no suffix"),
+        ("p.txt", " \n", "no prompts"),
+    ],
 )
 def test_files_that_hold_no_prompts(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message):
@@ -99,7 +111,9 @@ def output(text: str, **kwargs) -> RequestOutput:
 
 def test_results_as_text_have_one_line_per_prompt():
     stream = io.StringIO()
-    write_results(stream, [Prompt("a", text="q")] * 2, [output("one\ntwo"), output("C:\\n")], as_json=False)
+    write_results(
+        stream, [Prompt("a", text="q")] * 2, [output("one\ntwo"), output("C:\\n")], as_json=False
+    )
     assert stream.getvalue() == "one\\ntwo\nC:\\\\n\n"
 
 

@@ -28,11 +28,33 @@ def test_compares_deployments_in_a_table(capsys):
 def test_json_and_files(capsys, tmp_path):
     trace, costs = tmp_path / "t.csv", tmp_path / "c.json"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,11\n9,100,11\n")
-    tables = {"prefill": {"tokens": [1], "seconds": [0.5]}, "decode": {"rows": [1], "seconds": [0.1]}}
+    tables = {
+        "prefill": {"tokens": [1], "seconds": [0.5]},
+        "decode": {"rows": [1], "seconds": [0.1]},
+    }
     costs.write_text(json.dumps({"format": "deepinfer-step-costs/1", **tables}))
-    assert run("--trace", str(trace), "--costs", str(costs), "--speed", "3", "--max-tokens", "20", "--deployment", "normal", "--json") == 0
+    assert (
+        run(
+            "--trace",
+            str(trace),
+            "--costs",
+            str(costs),
+            "--speed",
+            "3",
+            "--max-tokens",
+            "20",
+            "--deployment",
+            "normal",
+            "--json",
+        )
+        == 0
+    )
     (result,) = json.loads(capsys.readouterr().out)
-    assert (result["completed"], result["ttft_seconds"]["max"], result["itl_seconds"]["p50"]) == (2, 0.5, pytest.approx(0.1))
+    assert (result["completed"], result["ttft_seconds"]["max"], result["itl_seconds"]["p50"]) == (
+        2,
+        0.5,
+        pytest.approx(0.1),
+    )
     assert result["seconds"] == pytest.approx(3 + 1.5)
 
 
@@ -57,7 +79,10 @@ def test_plot_without_matplotlib(monkeypatch, capsys):
         (["--trace", "missing.csv"], "missing.csv: No such file or directory"),
         (["--trace", "x.csv", "--rate", "3"], "--rate would have no effect"),
         ([*RANDOM, "--costs", "missing.json"], "missing.json: No such file or directory"),
-        ([*RANDOM, "--costs", "c.json", "--peak-flops", "1e12"], "--peak-flops would have no effect"),
+        (
+            [*RANDOM, "--costs", "c.json", "--peak-flops", "1e12"],
+            "--peak-flops would have no effect",
+        ),
         ([*RANDOM, "--num-blocks", "0"], "deployment 'normal': num_blocks must be >= 1, got 0"),
         ([*RANDOM, "--limit", "0"], "--limit must be >= 1, got 0"),
     ],
@@ -69,6 +94,9 @@ def test_bad_input_is_one_line(argv, message, capsys):
 
 
 def test_needs_no_jax():
-    code = "import sys; from deepinfer_jax import cli; cli.main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    code = (
+        "import sys; from deepinfer_jax import cli; cli.main(sys.argv[1:]); assert 'jax' not in"
+        " sys.modules"
+    )
     argv = ["simulate", *RANDOM, "--deployment", "pd:1P:1D", "--json"]
     subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True, timeout=60)

@@ -1,16 +1,13 @@
-"""Everything a user can get wrong, and everything that can happen to a request: a defined result, and the others go on."""
+"""Everything a user can get wrong, and everything that can happen to a request: a defined result,
+and the others go on."""
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import GOLDEN, GREEDY, SMALL, Golden, small_llm, tokens
+from safetensors.numpy import load_file, save_file
 
 from deepinfer_jax import LLM, EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.sampling_params import RequestOutputKind
@@ -157,7 +154,10 @@ def test_ten_thousand_requests_at_once(llm):
     params = SamplingParams(temperature=0.0, max_tokens=1)
     prompts = [LLAMA.prompts[0], SHORT] * 5000
     got = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in got] == [LLAMA.greedy[0][:1], LLAMA.greedy[1][:1]] * 5000
+    assert [o.outputs[0].token_ids for o in got] == [
+        LLAMA.greedy[0][:1],
+        LLAMA.greedy[1][:1],
+    ] * 5000
 
 
 class TestAbort:
@@ -194,14 +194,22 @@ class TestStops:
     def test_eos_ends_unless_ignored(self, llm):
         # bias makes EOS (id 1) certain
         params = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={1: 100.0})
-        out = llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[0].outputs[0]
+        out = llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[
+            0
+        ].outputs[0]
         assert (out.token_ids, out.finish_reason, out.stop_reason) == ([1], "stop", None)
-        out = llm.generate(prompt_token_ids=[SHORT], sampling_params=params.replace(ignore_eos=True), use_tqdm=False)[0].outputs[0]
+        out = llm.generate(
+            prompt_token_ids=[SHORT],
+            sampling_params=params.replace(ignore_eos=True),
+            use_tqdm=False,
+        )[0].outputs[0]
         assert (out.token_ids, out.finish_reason) == ([1] * 5, "length")
 
     def test_min_tokens_bans_eos_until_then(self, llm):
         params = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=3, logit_bias={1: 100.0})
-        out = llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[0].outputs[0]
+        out = llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[
+            0
+        ].outputs[0]
         assert len(out.token_ids) == 4
         assert out.token_ids[3] == 1
         assert 1 not in out.token_ids[:3]
@@ -209,14 +217,21 @@ class TestStops:
     def test_a_stop_token_is_the_stop_reason(self, llm):
         stop = LLAMA.greedy[2][4]
         params = GREEDY.replace(stop_token_ids=[stop])
-        out = llm.generate(prompt_token_ids=[LLAMA.prompts[2]], sampling_params=params, use_tqdm=False)[0].outputs[0]
+        out = llm.generate(
+            prompt_token_ids=[LLAMA.prompts[2]], sampling_params=params, use_tqdm=False
+        )[0].outputs[0]
         assert out.token_ids == LLAMA.greedy[2][: LLAMA.greedy[2].index(stop) + 1]
         assert (out.finish_reason, out.stop_reason) == ("stop", stop)
 
 
 class TestSampling:
     def test_a_sample_does_not_depend_on_its_neighbours(self, llm):
-        params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=i, max_tokens=16, ignore_eos=True) for i in range(4)]
+        params = [
+            SamplingParams(
+                temperature=1.0, top_p=0.9, top_k=50, seed=i, max_tokens=16, ignore_eos=True
+            )
+            for i in range(4)
+        ]
         together = tokens(llm, LLAMA.prompts, params)
         alone = [tokens(llm, [p], s)[0] for p, s in zip(LLAMA.prompts, params, strict=True)]
         assert together == alone
@@ -224,14 +239,19 @@ class TestSampling:
 
     def test_n_completions_differ_and_repeat_with_the_seed(self, llm):
         params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
-        first, again = (llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[0] for _ in range(2))
+        first, again = (
+            llm.generate(prompt_token_ids=[SHORT], sampling_params=params, use_tqdm=False)[0]
+            for _ in range(2)
+        )
         texts = [tuple(c.token_ids) for c in first.outputs]
         assert [c.index for c in first.outputs] == [0, 1, 2]
         assert len(set(texts)) == 3
         assert texts == [tuple(c.token_ids) for c in again.outputs]
 
     def test_penalties_forbid_repetition(self, llm):
-        params = GREEDY.replace(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=2.0, max_tokens=24)
+        params = GREEDY.replace(
+            frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=2.0, max_tokens=24
+        )
         got = tokens(llm, [SHORT], params)[0]
         plain = LLAMA.greedy[1]
         assert len(set(got)) > len(set(plain)) or len(set(plain)) == 24
@@ -278,7 +298,14 @@ class TestModelFolders:
         with pytest.raises(ValueError) as error:
             LLM(str(folder), **SMALL)
         text = str(error.value)
-        assert all(name in text for name in ("model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "model.layers.9.extra"))
+        assert all(
+            name in text
+            for name in (
+                "model.layers.1.self_attn.o_proj.weight",
+                "model.norm.weight",
+                "model.layers.9.extra",
+            )
+        )
 
     def test_wrong_dtype_is_named(self, folder):
         weights = load_file(folder / "model.safetensors")
@@ -299,8 +326,14 @@ class TestModelFolders:
         weights["model.norm.weight"][:] = np.nan
         save_file(weights, folder / "model.safetensors")
         with LLM(str(folder), **SMALL) as llm:
-            out = llm.generate(prompt_token_ids=[SHORT], sampling_params=GREEDY, use_tqdm=False)[0].outputs[0]
-            assert (out.finish_reason, out.stop_reason, out.token_ids) == ("error", "non-finite logits", [])
+            out = llm.generate(prompt_token_ids=[SHORT], sampling_params=GREEDY, use_tqdm=False)[
+                0
+            ].outputs[0]
+            assert (out.finish_reason, out.stop_reason, out.token_ids) == (
+                "error",
+                "non-finite logits",
+                [],
+            )
             llm.engine.check_integrity()
 
 
@@ -316,7 +349,10 @@ class TestModelFolders:
         ({"max_num_batched_tokens": 64}, "max_num_batched_tokens=64"),
         ({"data_parallel_size": 3, "expert_parallel_size": 2}, "ep must divide dp"),
         ({"data_parallel_size": 16}, "needs 16 devices, only 8"),
-        ({"engine_type": "COMPLETION", "stop_preempted_request": False}, "cannot recompute preempted requests"),
+        (
+            {"engine_type": "COMPLETION", "stop_preempted_request": False},
+            "cannot recompute preempted requests",
+        ),
         ({"engine_type": "COMPLETION", "context_parallel_size": 2}, "refuses context parallelism"),
         ({"num_blocks": None, "device_memory_bytes": 1_000_000}, "bytes short of one sequence"),
     ],

@@ -1,4 +1,5 @@
-"""A process that behaves badly towards a port of a deployment, and prints a JSON object: bad deed -> what it was told."""
+"""A process that behaves badly towards a port of a deployment, and prints a JSON object: bad deed
+-> what it was told."""
 
 from __future__ import annotations
 
@@ -8,16 +9,28 @@ import socket
 
 import zmq
 
-from deepinfer_jax import wire
-from deepinfer_jax.wire_security import Security
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.security import Security
 
-NOISE = (b"\x00" * 200, b"GET / HTTP/1.0\r\n\r\n", b"\xff" + b"\x00" * 8 + b"\x7f\x03" + b"\xee" * 500, bytes(range(256)) * 256)
+NOISE = (
+    b"\x00" * 200,
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"\xff" + b"\x00" * 8 + b"\x7f\x03" + b"\xee" * 500,
+    bytes(range(256)) * 256,
+)
 HELLO = wire.encode(wire.Hello(wire.PROTOCOL, "client", "bad"))
 NEWER = wire.encode(wire.Hello(wire.PROTOCOL + 98, "client", "newer"))
 
 
-def say(endpoint: str, security: Security, frames: list[bytes], then: list[bytes] | None = None, patience: float = 10.0) -> str:
-    """Sends frames, then (after a welcome) more; the reason it was refused for, "nothing" after `patience` seconds of silence."""
+def say(
+    endpoint: str,
+    security: Security,
+    frames: list[bytes],
+    then: list[bytes] | None = None,
+    patience: float = 10.0,
+) -> str:
+    """Sends frames, then (after a welcome) more; the reason it was refused for, "nothing" after
+    `patience` seconds of silence."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as s:
         s.linger, s.reconnect_ivl = 0, -1
         security.client(s)

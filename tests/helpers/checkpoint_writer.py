@@ -17,7 +17,11 @@ CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 def write_checkpoint(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     header, offset = {}, 0
     for name, t in tensors.items():
-        header[name] = {"dtype": CODES[t.dtype], "shape": t.shape, "data_offsets": [offset, offset + t.nbytes]}
+        header[name] = {
+            "dtype": CODES[t.dtype],
+            "shape": t.shape,
+            "data_offsets": [offset, offset + t.nbytes],
+        }
         offset += t.nbytes
     text = json.dumps(header).encode()
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +40,8 @@ def read_checkpoint(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def is_quantized(name: str, tensor: np.ndarray) -> bool:
-    """What DeepSeek quantises: the matrices of attention and feed-forward, experts included; not the router, embedding or head."""
+    """What DeepSeek quantises: the matrices of attention and feed-forward, experts included; not
+    the router, embedding or head."""
     return tensor.ndim == 2 and "layers" in name and "mlp.gate.weight" not in name
 
 
@@ -46,9 +51,18 @@ def to_fp8(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[
     for name, t in tensors.items():
         quantized[name] = plain[name] = t
         if is_quantized(name, t):
-            quantized[name], quantized[f"{name}_scale_inv"] = quant_format("fp8").quantize(t.astype(np.float32))
-            plain[name] = quantized[name].astype(np.float32) * expand_blocks(quantized[f"{name}_scale_inv"], *t.shape)
+            quantized[name], quantized[f"{name}_scale_inv"] = quant_format("fp8").quantize(
+                t.astype(np.float32)
+            )
+            plain[name] = quantized[name].astype(np.float32) * expand_blocks(
+                quantized[f"{name}_scale_inv"], *t.shape
+            )
     return quantized, plain
 
 
-FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}

@@ -1,4 +1,5 @@
-"""Random movements of blocks between real pools on any meshes, several in flight, against NumPy arrays that do the same."""
+"""Random movements of blocks between real pools on any meshes, several in flight, against NumPy
+arrays that do the same."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 import numpy as np
 from fake_runner import fake_runner
 
-from deepinfer_jax.kv_transfer import BlockMover
+from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.models.base import PagedCache
 
 PAIRS = [
@@ -25,7 +26,11 @@ class Side:
         self.dp = self.runner.config.axes.dp
 
     def names(self, kind: str) -> list[str]:
-        return [s.name for s in self.runner.cache_specs if isinstance(s, PagedCache) == (kind == "blocks")]
+        return [
+            s.name
+            for s in self.runner.cache_specs
+            if isinstance(s, PagedCache) == (kind == "blocks")
+        ]
 
     def rows(self, kind: str) -> int:
         return self.runner.host[self.names(kind)[0]][0].shape[1]
@@ -40,7 +45,10 @@ class Side:
 def gather(rng: random.Random, source: Side, target: Side, cut: int) -> list[tuple]:
     """Payloads on their way, each with the values it must hold."""
     kind = rng.choice(["blocks", "blocks", "states"])
-    ids = [rng.sample(range(source.rows(kind)), rng.randint(0, source.rows(kind))) for _ in range(source.dp)]
+    ids = [
+        rng.sample(range(source.rows(kind)), rng.randint(0, source.rows(kind)))
+        for _ in range(source.dp)
+    ]
     at, out = [0] * source.dp, []
     for rank, payload in source.mover.gathers(ids, kind, cut):
         mine = ids[rank][at[rank] : at[rank] + payload.count]
@@ -54,7 +62,10 @@ def gather(rng: random.Random, source: Side, target: Side, cut: int) -> list[tup
 def scatter(rng: random.Random, target: Side, moved: list[tuple]) -> None:
     items = []
     for payload, values in moved:
-        ids = [i if rng.random() < 0.8 else -1 for i in rng.sample(range(target.rows(payload.kind)), payload.count)]
+        ids = [
+            i if rng.random() < 0.8 else -1
+            for i in rng.sample(range(target.rows(payload.kind)), payload.count)
+        ]
         items.append((payload, ids))
         live = [i for i, block in enumerate(ids) if block >= 0]
         for name, layers in values.items():
@@ -64,7 +75,8 @@ def scatter(rng: random.Random, target: Side, moved: list[tuple]) -> None:
 
 
 def copies(seed: int, moves: int) -> int:
-    """Runs about `moves` payloads over every pair of meshes; returns how many were moved. Raises where a pool differs."""
+    """Runs about `moves` payloads over every pair of meshes; returns how many were moved. Raises
+    where a pool differs."""
     rng, done = random.Random(seed), 0
     for meshes in PAIRS:
         sides = [Side(seed + i, mesh) for i, mesh in enumerate(meshes)]

@@ -1,4 +1,5 @@
-"""Real processes for tests: a router and engines on loopback ports, their output, and ways to hurt them."""
+"""Real processes for tests: a router and engines on loopback ports, their output, and ways to hurt
+them."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Process:
         """Also after it has ended: the same command again."""
         self._from = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=self.env, cwd=ROOT)
+            self.popen = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=self.env, cwd=ROOT
+            )
 
     @property
     def text(self) -> str:
@@ -60,7 +63,10 @@ class Process:
         limit = time.monotonic() + timeout
         while (found := re.search(pattern, self.text)) is None:
             if self.popen.poll() is not None or time.monotonic() > limit:
-                raise AssertionError(f"{self.name} (exit code {self.popen.poll()}) never printed {pattern!r}:\n{self.text[-3000:]}")
+                raise AssertionError(
+                    f"{self.name} (exit code {self.popen.poll()}) never printed"
+                    f" {pattern!r}:\n{self.text[-3000:]}"
+                )
             time.sleep(0.02)
         return found
 
@@ -77,29 +83,50 @@ class Process:
 
 
 class Deployment:
-    """Call `close()`, or use it as a context manager. Every process is this object's child; nothing outlives it.
+    """Call `close()`, or use it as a context manager. Every process is this object's child; nothing
+    outlives it.
 
-    With a network every engine is a host of its own (the processes of a job share one), and there is a secret; without one all
-    are on loopback, with a secret if one is given.
+    With a network every engine is a host of its own (the processes of a job share one), and there
+    is a secret; without one all are on loopback, with a secret if one is given.
     """
 
     def __init__(
-        self, folder: Path, *, network: Network | None = None, secret: bytes | None = None, plain: bool = False, **router_flags: Any
+        self,
+        folder: Path,
+        *,
+        network: Network | None = None,
+        secret: bytes | None = None,
+        plain: bool = False,
+        **router_flags: Any,
     ) -> None:
         """plain: programs are compiled as users have them, not for short start-up."""
         self.folder, self.network = folder, network
         self.processes: dict[str, Process] = {}
         self.hosts: dict[str, str] = {}  # process -> host
-        self.env = {**os.environ, "JAX_PLATFORMS": "cpu", "DEEPINFER_LOG_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+        self.env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "DEEPINFER_LOG_LEVEL": "INFO",
+            "PYTHONUNBUFFERED": "1",
+        }
         if not plain:  # no C++ compiler at work while tests wait
-            self.env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "DEEPINFER_CPU_NATIVE": "xla"}
+            self.env |= {
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                "DEEPINFER_CPU_NATIVE": "xla",
+            }
         self.secret: Path | None = None
         if network is not None or secret is not None:
             self.secret = folder / "secret"
             self.secret.write_bytes(secret or b"of this deployment's processes")
         self.port, self.http = free_port(), free_port()
         self.router_host = self._host("router")
-        flags = {"listen": self.address, "http-host": self.router_host, "http-port": self.http, **self._common, **dashed(router_flags)}
+        flags = {
+            "listen": self.address,
+            "http-host": self.router_host,
+            "http-port": self.http,
+            **self._common,
+            **dashed(router_flags),
+        }
         self.router = self._launch("router", "router", flags, "router")
         self.router.wait_for("listening on")
 
@@ -109,23 +136,42 @@ class Deployment:
 
     @property
     def _common(self) -> dict[str, Any]:
-        return {"heartbeat": HEARTBEAT} | ({} if self.secret is None else {"secret-file": self.secret})
+        return {"heartbeat": HEARTBEAT} | (
+            {} if self.secret is None else {"secret-file": self.secret}
+        )
 
     def _host(self, name: str) -> str:
         return "127.0.0.1" if self.network is None else self.network.host(name).address
 
-    def engine(self, role: str, name: str, model: str = "llama", *, log: str | None = None, **flags: Any) -> Process:
-        """Starts an engine process; `joined` waits for it. flags: underscores become dashes. model: of tests/golden, or "demo"."""
+    def engine(
+        self, role: str, name: str, model: str = "llama", *, log: str | None = None, **flags: Any
+    ) -> Process:
+        """Starts an engine process; `joined` waits for it. flags: underscores become dashes. model:
+        of tests/golden, or "demo"."""
         path = model if model == "demo" else ROOT / "tests" / "golden" / model
         sizes = {k: v for k, v in SMALL.items() if role != "completion" or k != "prefill-buckets"}
         own = {"model": path, "router": self.address, "name": name, "data": f"{self._host(name)}:0"}
         return self._launch(log or name, role, own | self._common | sizes | dashed(flags), name)
 
-    def job(self, role: str, name: str, model: str = "llama", *, processes: int = 2, own: Any = None, **flags: Any) -> list[str]:
+    def job(
+        self,
+        role: str,
+        name: str,
+        model: str = "llama",
+        *,
+        processes: int = 2,
+        own: Any = None,
+        **flags: Any,
+    ) -> list[str]:
         """One role over several processes; the engines' names. own: flags by process."""
         address = f"{self._host(name)}:{free_port()}"
         for i in range(processes):
-            part = {"coordinator": address, "num_processes": processes, "process_id": i, **((own or {}).get(i, {}))}
+            part = {
+                "coordinator": address,
+                "num_processes": processes,
+                "process_id": i,
+                **((own or {}).get(i, {})),
+            }
             self.engine(role, name, model, log=f"{name}.{i}", **flags, **part)
         return [f"{name}.{i}" for i in range(processes)]
 
@@ -140,19 +186,28 @@ class Deployment:
     def wait_for_engines(self, *names: str, timeout: float = 30.0) -> None:
         """Until exactly these serve."""
         limit = time.monotonic() + timeout
-        while (serving := {e["name"] for e in self.status()["engines"] if e["state"] == "serving"}) != set(names):
+        while (
+            serving := {e["name"] for e in self.status()["engines"] if e["state"] == "serving"}
+        ) != set(names):
             assert time.monotonic() < limit, f"serving {serving}, expected {set(names)}"
             time.sleep(0.05)
 
     def wait_idle(self, timeout: float = 30.0) -> None:
         """Until no engine holds a block, a request or a hand-over: nothing has leaked."""
         start = quiet_since = time.monotonic()
-        while time.monotonic() - quiet_since < 3 * HEARTBEAT:  # what engines say of themselves is up to a heartbeat old
+        while (
+            time.monotonic() - quiet_since < 3 * HEARTBEAT
+        ):  # what engines say of themselves is up to a heartbeat old
             status = self.status()
-            held = {e["name"]: {k: e.get(k, 0) for k in ("waiting", "running", "cache", "hand_overs")} for e in status["engines"]}
+            held = {
+                e["name"]: {k: e.get(k, 0) for k in ("waiting", "running", "cache", "hand_overs")}
+                for e in status["engines"]
+            }
             if status["requests"] or any(any(h.values()) for h in held.values()):
                 quiet_since = time.monotonic()
-                assert quiet_since - start < timeout, f"{status['requests']} requests; still held: {held}"
+                assert quiet_since - start < timeout, (
+                    f"{status['requests']} requests; still held: {held}"
+                )
             time.sleep(0.05)
 
     def status(self) -> dict[str, Any]:
@@ -160,7 +215,9 @@ class Deployment:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://{self.router_host}:{self.http}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://{self.router_host}:{self.http}{path}", timeout=10
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

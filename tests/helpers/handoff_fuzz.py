@@ -1,7 +1,7 @@
 """Random faults over a fake deployment (handoff_world.py).
 
-As a script: `python tests/helpers/handoff_fuzz.py --requests 100000 [--moves 20000] [--seed N]`; a failing seed is printed. It also
-moves blocks between real pools (copies_fuzz.py).
+As a script: `python tests/helpers/handoff_fuzz.py --requests 100000 [--moves 20000] [--seed N]`; a
+failing seed is printed. It also moves blocks between real pools (copies_fuzz.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def check_results(world: World, counts: Counter) -> None:
             counts[reason] += 1
             assert tokens == continuation(prompt + tokens, len(prompt)), (request_id, reason)
             if reason == "length":
-                assert len(tokens) == min(params.max_tokens, 48 - len(prompt)), (request_id, len(tokens), params.max_tokens)
+                assert len(tokens) == min(params.max_tokens, 48 - len(prompt)), (
+                    request_id,
+                    len(tokens),
+                    params.max_tokens,
+                )
             elif reason == "stop":
                 assert tokens[-1] == EOS and EOS not in tokens[:-1]
             elif reason == "error":
@@ -48,12 +52,23 @@ def episode(seed: int, requests: int = PER_EPISODE) -> Counter:
         stall=rng.choice([0, 0.01]),
         abort=rng.choice([0, 0.1]),
     )
-    world = World(seed, faults, rng.randint(1, 3), rng.randint(1, 3), ce_blocks=rng.choice([12, 20, 40]))
+    world = World(
+        seed, faults, rng.randint(1, 3), rng.randint(1, 3), ce_blocks=rng.choice([12, 20, 40])
+    )
     base = [rng.randint(2, 24) for _ in range(40)]
     for i in range(requests):
         length = rng.randint(1, 36)
-        prompt = base[:length] if rng.random() < 0.4 else [rng.randint(2, 24) for _ in range(length)]
-        world.add(f"r{i}", prompt, rng.randint(1, 12), rng.random() < 0.7, rng.random() < 0.4, rng.choice([1, 1, 1, 2]))
+        prompt = (
+            base[:length] if rng.random() < 0.4 else [rng.randint(2, 24) for _ in range(length)]
+        )
+        world.add(
+            f"r{i}",
+            prompt,
+            rng.randint(1, 12),
+            rng.random() < 0.7,
+            rng.random() < 0.4,
+            rng.choice([1, 1, 1, 2]),
+        )
         for _ in range(rng.choice([0, 1, 1, 2])):
             world.tick()
     world.settle()
@@ -77,7 +92,9 @@ def fuzz(first_seed: int, requests: int) -> Counter:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--moves", type=int, default=20_000, help="payloads of blocks moved between real pools")
+    parser.add_argument(
+        "--moves", type=int, default=20_000, help="payloads of blocks moved between real pools"
+    )
     parser.add_argument("--seed", type=int, default=None)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -87,13 +104,22 @@ def main() -> None:
     while done < arguments.requests:
         total += fuzz(seed + done // PER_EPISODE, min(2000, arguments.requests - done))
         done += min(2000, arguments.requests - done)
-        print(f"{done} requests from seed {seed}: {dict(total)}, {time.time() - start:.0f} s", flush=True)
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"  # before JAX starts
+        print(
+            f"{done} requests from seed {seed}: {dict(total)}, {time.time() - start:.0f} s",
+            flush=True,
+        )
+    os.environ["XLA_FLAGS"] = (
+        # before JAX starts
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    )
     from copies_fuzz import copies
 
     print(f"moving {arguments.moves} payloads, seed {seed}", flush=True)
     start = time.time()
-    print(f"{copies(seed, arguments.moves)} payloads arrived as they were, {time.time() - start:.0f} s")
+    print(
+        f"{copies(seed, arguments.moves)} payloads arrived as they were,"
+        f" {time.time() - start:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A deployment of fake engines on a fake clock: real schedulers, senders, receivers, router and coordinator; integers for KV.
+"""A deployment of fake engines on a fake clock: real schedulers, senders, receivers, router and
+coordinator; integers for KV.
 
-Links lose, delay, double and reorder messages if told to; engines crash, come back and stall. A request's tokens depend on every
-KV entry of its prompt (see sched_device.py), so a wrong, stale, partial or foreign block shows in the result.
+Links lose, delay, double and reorder messages if told to; engines crash, come back and stall. A
+request's tokens depend on every KV entry of its prompt (see sched_device.py), so a wrong, stale,
+partial or foreign block shows in the result.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 from sched_driver import Driver
 
-from deepinfer_jax.handoff import HandoffConfig, Message, PeerLost, Refused
-from deepinfer_jax.handoff_source import Sender
-from deepinfer_jax.handoff_target import Receiver
+from deepinfer_jax.disagg.coordinator import Coordinator
+from deepinfer_jax.disagg.protocol import HandoffConfig, Message, PeerLost, Refused
+from deepinfer_jax.disagg.receiver import Receiver
+from deepinfer_jax.disagg.sender import Sender
+from deepinfer_jax.disagg.split_request import SplitRequest
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from deepinfer_jax.pd_coordinator import Coordinator
-from deepinfer_jax.pd_requests import SplitRequest
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.scheduler import EngineType, SchedulerConfig, Sequence
-from deepinfer_jax.scheduler.router import Capacity, Router, RouterConfig
+from deepinfer_jax.scheduler.routing.router import Capacity, Router, RouterConfig
 
 EOS = 0
 
@@ -81,7 +83,13 @@ class FakePrompt(Driver):
         self.dropped: list[tuple] = []
 
     def add_request(self, key, prompt, params, arrival_time=None, seed=None) -> None:
-        seq = Sequence(key, prompt["prompt_token_ids"], max_tokens=params.max_tokens, eos_token_ids=(EOS,), ignore_eos=params.ignore_eos)
+        seq = Sequence(
+            key,
+            prompt["prompt_token_ids"],
+            max_tokens=params.max_tokens,
+            eos_token_ids=(EOS,),
+            ignore_eos=params.ignore_eos,
+        )
         self.seqs[key], self.rank[key] = seq, self.world.rng.randrange(len(self.schedulers))
         self.schedulers[self.rank[key]].add_request(seq)
 
@@ -106,7 +114,12 @@ class FakePrompt(Driver):
             c = scheduler.config
             if key not in self.sender.outgoing and scheduler.max_len_of(seq) > seq.prompt_len + 1:
                 self.sender.offer(
-                    key, {"prompt": seq.prompt_token_ids.tolist(), **self.world.limits[key.rpartition("@")[0]]}, c.pages(seq.prompt_len)
+                    key,
+                    {
+                        "prompt": seq.prompt_token_ids.tolist(),
+                        **self.world.limits[key.rpartition("@")[0]],
+                    },
+                    c.pages(seq.prompt_len),
                 )
             if self.world.rng.random() < 0.5:
                 self.sender.pump()  # chunks move while later ones are computed
@@ -145,7 +158,11 @@ class FakePrompt(Driver):
         if seq.is_finished:
             return 0
         done = seq.num_scheduled
-        pages = self.config.pages(seq.prompt_len) if done >= seq.prompt_len else done // self.config.block_size
+        pages = (
+            self.config.pages(seq.prompt_len)
+            if done >= seq.prompt_len
+            else done // self.config.block_size
+        )
         return min(pages, seq.num_blocks)
 
     def send_pages(self, link, batch):
@@ -155,10 +172,20 @@ class FakePrompt(Driver):
         for (rank, target), parts in by_rank.items():
             rows, segments, at = [], [], 0
             for handoff_id, key, first, count in parts:
-                rows.append(self.devices[rank].pool[self.seqs[key].block_ids[first : first + count]].copy())
+                rows.append(
+                    self.devices[rank].pool[self.seqs[key].block_ids[first : first + count]].copy()
+                )
                 segments.append([handoff_id, first, count, at])
                 at += count
-            link.send(Message("pages", "", {"kind": "blocks", "segments": segments}, FakePayload(self.world, np.concatenate(rows))), target)
+            link.send(
+                Message(
+                    "pages",
+                    "",
+                    {"kind": "blocks", "segments": segments},
+                    FakePayload(self.world, np.concatenate(rows)),
+                ),
+                target,
+            )
 
     def handed_over(self, key, target):
         self.drop(key)
@@ -189,7 +216,11 @@ class FakeCompletion(Driver):
             self.abort(handoff_id, reason)
 
     def on_processed(self, scheduler, out, processed) -> None:
-        for seq in [out._seq_by_slot[s] for s, n in zip(out.slots.tolist(), processed.num_accepted, strict=True) if n]:
+        for seq in [
+            out._seq_by_slot[s]
+            for s, n in zip(out.slots.tolist(), processed.num_accepted, strict=True)
+            if n
+        ]:
             if not seq.is_finished and self.world.streams(seq.request_id.partition("/")[0]):
                 self.world.output(self, seq.request_id, seq.output_token_ids.tolist(), None)
 
@@ -203,7 +234,11 @@ class FakeCompletion(Driver):
     def reserve(self, handoff_id, request):
         rank = self.world.rng.randrange(len(self.schedulers))
         seq = Sequence(
-            handoff_id, request["prompt"], max_tokens=request["max_tokens"], eos_token_ids=(EOS,), ignore_eos=request["ignore_eos"]
+            handoff_id,
+            request["prompt"],
+            max_tokens=request["max_tokens"],
+            eos_token_ids=(EOS,),
+            ignore_eos=request["ignore_eos"],
         )
         scheduler = self.schedulers[rank]
         try:
@@ -218,7 +253,9 @@ class FakeCompletion(Driver):
         for handoff_id, first, count, row in segments:
             if handoff_id in live:
                 seq, rank = self.reserved[handoff_id]
-                self.devices[rank].pool[seq.block_ids[first : first + count]] = payload.rows[row : row + count]
+                self.devices[rank].pool[seq.block_ids[first : first + count]] = payload.rows[
+                    row : row + count
+                ]
 
     def enqueue(self, handoff_id, state):
         seq, rank = self.reserved.pop(handoff_id)
@@ -253,7 +290,15 @@ class FakeWorker:
 class World(Coordinator):
     """tick() moves time on by one second; timeouts are a few tens of them."""
 
-    def __init__(self, seed: int, faults: Faults | None = None, prompt=2, completion=2, ce_blocks=40, **router) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults | None = None,
+        prompt=2,
+        completion=2,
+        ce_blocks=40,
+        **router,
+    ) -> None:
         super().__init__()
         self.rng = random.Random(seed)
         self.faults = faults or Faults()
@@ -271,14 +316,26 @@ class World(Coordinator):
         prefix = self.rng.random() < 0.5
         self.configs = {
             EngineType.PROMPT: SchedulerConfig(
-                role=EngineType.PROMPT, block_size=4, num_blocks=48, max_model_len=48, max_num_batched_tokens=16, max_num_seqs=6,
-                chunked_prefill=True, stop_preempted_request=False, enable_prefix_caching=prefix,
+                role=EngineType.PROMPT,
+                block_size=4,
+                num_blocks=48,
+                max_model_len=48,
+                max_num_batched_tokens=16,
+                max_num_seqs=6,
+                chunked_prefill=True,
+                stop_preempted_request=False,
+                enable_prefix_caching=prefix,
             ),
             EngineType.COMPLETION: SchedulerConfig(
-                role=EngineType.COMPLETION, block_size=4, num_blocks=ce_blocks, max_model_len=48, max_num_batched_tokens=16, max_num_seqs=5,
+                role=EngineType.COMPLETION,
+                block_size=4,
+                num_blocks=ce_blocks,
+                max_model_len=48,
+                max_num_batched_tokens=16,
+                max_num_seqs=5,
                 zos=self.rng.random() < 0.5,
             ),
-        }  # fmt: skip
+        }
         names = [f"P{i}" for i in range(prompt)], [f"C{i}" for i in range(completion)]
         ranks = self.rng.choice([1, 2])
         self.ranks = ranks
@@ -339,7 +396,15 @@ class World(Coordinator):
         if peer in control.links:
             control.peer_lost(peer, "replaced")
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, ignore_eos=True, stream=False, n=1) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        ignore_eos=True,
+        stream=False,
+        n=1,
+    ) -> None:
         kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, output_kind=kind, n=n)
         request = SplitRequest.make(request_id, None, prompt, params, lambda: 1, self.now)
@@ -364,7 +429,13 @@ class World(Coordinator):
             self._on_output(
                 worker,
                 RequestOutput(
-                    output_id, None, [], None, [CompletionOutput(0, "", tokens, finish_reason=reason)], reason is not None, metrics
+                    output_id,
+                    None,
+                    [],
+                    None,
+                    [CompletionOutput(0, "", tokens, finish_reason=reason)],
+                    reason is not None,
+                    metrics,
                 ),
             )
 
@@ -380,7 +451,11 @@ class World(Coordinator):
                     worker.commands.pop(0)()
                 worker.engine.pump()
                 worker.engine.step()
-                if worker.engine.policy.does_decode and worker.engine.pending is not None and worker.engine.pending[0][0].is_empty:
+                if (
+                    worker.engine.policy.does_decode
+                    and worker.engine.pending is not None
+                    and worker.engine.pending[0][0].is_empty
+                ):
                     worker.engine.flush()
         self._act()
         with self._lock:
@@ -427,17 +502,29 @@ class World(Coordinator):
         self.check()
 
     def held(self) -> list:
-        return [seq for w in self.workers.values() for s in w.engine.schedulers for seq in s.sequences] + [
-            i for w in self.workers.values() if w.engine.policy.does_prefill for i in w.engine.sender.outgoing
+        return [
+            seq for w in self.workers.values() for s in w.engine.schedulers for seq in s.sequences
+        ] + [
+            i
+            for w in self.workers.values()
+            if w.engine.policy.does_prefill
+            for i in w.engine.sender.outgoing
         ]
 
     def check(self) -> None:
         for worker in self.workers.values():
             for scheduler in worker.engine.schedulers:
                 scheduler.check_integrity()
-                assert scheduler.blocks.num_used == 0 and scheduler.slots.num_free == scheduler.config.max_num_seqs
+                assert (
+                    scheduler.blocks.num_used == 0
+                    and scheduler.slots.num_free == scheduler.config.max_num_seqs
+                )
             if worker.engine.policy.does_decode:
-                assert not worker.engine.receiver.incoming and not worker.engine.reserved and not worker.engine.running
+                assert (
+                    not worker.engine.receiver.incoming
+                    and not worker.engine.reserved
+                    and not worker.engine.running
+                )
         self.router.check_integrity()
         assert not self.router.jobs and not self._parts
         assert set(self.results) == set(self.prompts), "lost requests"

@@ -1,8 +1,9 @@
 """The problems every backend must solve, and how a result is compared with the float64 oracle.
 
-One list per op: the XLA paths run all of it, the Mosaic kernels what they take (the names in GPU_DECODE, GPU_PREFILL, GPU_GROUPED,
-and GPU_DECODE's splits over keys). Everywhere: lengths 0 and 1, ends of pages, a sequence that fills its table, NaN where no
-kernel may look (`testing.attention_inputs`, `testing.grouped_inputs`).
+One list per op: the XLA paths run all of it, the Mosaic kernels what they take (the names in
+GPU_DECODE, GPU_PREFILL, GPU_GROUPED, and GPU_DECODE's splits over keys). Everywhere: lengths 0 and
+1, ends of pages, a sequence that fills its table, NaN where no kernel may look
+(`testing.attention_inputs`, `testing.grouped_inputs`).
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ PREFILL = {
 _BF16 = {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
 _FP8 = {"cache_dtype": "float8_e4m3fn"}
 _GQA = AttentionCase((70, 0, 16, 1), (1,) * 4, heads=8, kv_heads=2, d=64, block_size=16, **_BF16)
-_MLA = AttentionCase((70, 0, 129), (1,) * 3, heads=16, kv_heads=1, d=320, v_dim=256, block_size=32, **_BF16)
-_ROWS = AttentionCase((70, 0, 16, 150), (70, 0, 3, 80), heads=2, kv_heads=1, d=64, block_size=16, pad_rows=3, **_BF16)
+_MLA = AttentionCase(
+    (70, 0, 129), (1,) * 3, heads=16, kv_heads=1, d=320, v_dim=256, block_size=32, **_BF16
+)
+_ROWS = AttentionCase(
+    (70, 0, 16, 150), (70, 0, 3, 80), heads=2, kv_heads=1, d=64, block_size=16, pad_rows=3, **_BF16
+)
 
 
 def _decode(case: AttentionCase, rows: int = 1, **changes) -> AttentionCase:
@@ -79,10 +84,16 @@ GPU_DECODE = {  # name -> (case, in how many parts the keys are split)
 }
 GPU_PREFILL = {
     "gpu gqa": _ROWS,
-    "gpu window sinks": dataclasses.replace(_ROWS, sliding_window=20, sinks=True, kv_lens=(150, 3), q_lens=(140, 3)),
+    "gpu window sinks": dataclasses.replace(
+        _ROWS, sliding_window=20, sinks=True, kv_lens=(150, 3), q_lens=(140, 3)
+    ),
     "gpu fp8": dataclasses.replace(_ROWS, **_FP8, kv_lens=(20, 160), q_lens=(20, 9), block_size=32),
-    "gpu expanded mla": dataclasses.replace(_ROWS, d=192, dv=128, heads=1, kv_lens=(16, 140), q_lens=(3, 90)),
-    "gpu absorbed mla": dataclasses.replace(_MLA, kv_lens=(70, 3), q_lens=(3, 2), d=192, v_dim=128, pad_rows=1),
+    "gpu expanded mla": dataclasses.replace(
+        _ROWS, d=192, dv=128, heads=1, kv_lens=(16, 140), q_lens=(3, 90)
+    ),
+    "gpu absorbed mla": dataclasses.replace(
+        _MLA, kv_lens=(70, 3), q_lens=(3, 2), d=192, v_dim=128, pad_rows=1
+    ),
     "gpu few rows": dataclasses.replace(_ROWS, kv_lens=(1, 5), q_lens=(1, 1), pad_rows=0),
 }
 _BLOCKS = {"dtype": "bfloat16", "w_dtype": "float8_e4m3fn", "scale": "block"}
@@ -104,7 +115,9 @@ GROUPED = {
     "bf16": GroupedCase((3, 17), n=24, k=32, dtype="bfloat16", w_dtype="bfloat16"),
     "int8 channels": GroupedCase((3, 17), n=24, k=32, w_dtype="int8", scale="channel"),
     "fp8 blocks": GroupedCase((3, 17, 0, 4), n=200, k=136, w_dtype="float8_e4m3fn", scale="block"),
-    "fp8 blocks bf16 rows": GroupedCase((3, 17), n=128, k=256, dtype="bfloat16", w_dtype="float8_e4m3fn", scale="block"),
+    "fp8 blocks bf16 rows": GroupedCase(
+        (3, 17), n=128, k=256, dtype="bfloat16", w_dtype="float8_e4m3fn", scale="block"
+    ),
 } | GPU_GROUPED
 
 
@@ -115,7 +128,11 @@ def run_attention(op, case: AttentionCase, **options) -> tuple[np.ndarray, np.nd
         assert len(set(case.q_lens)) == 1
         options["q_per_seq"] = case.q_lens[0]
         del args["q_starts"], args["seq_ids"]
-    fn = jax.jit(lambda a: op(**a, scale=case.scale, v_dim=case.v_dim, sliding_window=case.sliding_window, **options))
+    fn = jax.jit(
+        lambda a: op(
+            **a, scale=case.scale, v_dim=case.v_dim, sliding_window=case.sliding_window, **options
+        )
+    )
     return np.asarray(fn(args)), testing.attention_oracle(case, inputs)
 
 

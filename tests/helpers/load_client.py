@@ -1,7 +1,8 @@
-"""A client process: keeps some requests going through a router, and prints a JSON line for each that has ended.
+"""A client process: keeps some requests going through a router, and prints a JSON line for each
+that has ended.
 
-SIGTERM: no new ones; it ends when all have ended. When the router is lost it connects again. A second end of a request, or an
-output of one that it never sent, is an exception, and exit code 1.
+SIGTERM: no new ones; it ends when all have ended. When the router is lost it connects again. A
+second end of a request, or an output of one that it never sent, is an exception, and exit code 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepinfer_jax.remote import RemoteEngine
+from deepinfer_jax.rpc.client import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -27,7 +28,12 @@ class Sent:
 class Client:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.prompts = args, json.loads(Path(args.prompts).read_text())
-        whole = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        whole = SamplingParams(
+            temperature=0.0,
+            max_tokens=args.max_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self.params = (whole, whole.replace(output_kind=RequestOutputKind.DELTA))
         self.sent = self.ended = 0
         self.stopping = False
@@ -38,7 +44,9 @@ class Client:
     def run(self) -> None:
         while not self.stopping:
             try:
-                engine = RemoteEngine(self.args.router, secret=self.args.secret_file, connect_timeout=5)
+                engine = RemoteEngine(
+                    self.args.router, secret=self.args.secret_file, connect_timeout=5
+                )
             except ConnectionError as error:
                 say(no_connection=str(error))
             else:
@@ -53,7 +61,9 @@ class Client:
             while len(live) < self.args.outstanding and not (self.stopping or lost):
                 name, prompt = f"r{self.sent}", self.sent % len(self.prompts)
                 try:
-                    engine.add_request(name, self.prompts[prompt], self.params[self.sent // len(self.prompts) % 2])
+                    engine.add_request(
+                        name, self.prompts[prompt], self.params[self.sent // len(self.prompts) % 2]
+                    )
                 except RuntimeError:  # the router is lost
                     lost = True
                 else:
@@ -66,8 +76,18 @@ class Client:
                     del live[output.request_id]
                     self.ended += 1
                     now = time.monotonic()
-                    what = {"id": output.request_id, "prompt": request.prompt, "tokens": request.tokens}
-                    say(**what, finish=completion.finish_reason, reason=completion.stop_reason, at=now, seconds=now - request.start)
+                    what = {
+                        "id": output.request_id,
+                        "prompt": request.prompt,
+                        "tokens": request.tokens,
+                    }
+                    say(
+                        **what,
+                        finish=completion.finish_reason,
+                        reason=completion.stop_reason,
+                        at=now,
+                        seconds=now - request.start,
+                    )
 
 
 def say(**values: object) -> None:
@@ -75,7 +95,9 @@ def say(**values: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--router", required=True)
     parser.add_argument("--secret-file")
     parser.add_argument("--prompts", required=True, help="JSON file: lists of token ids")

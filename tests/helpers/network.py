@@ -1,7 +1,9 @@
-"""Hosts of a private network for tests: network namespaces on a bridge. A cut one gets and sends nothing, and nobody is told.
+"""Hosts of a private network for tests: network namespaces on a bridge. A cut one gets and sends
+nothing, and nobody is told.
 
-The program must own its network: `own_network()` starts it again in a user and network namespace of its own, which needs
-util-linux and iproute2 and a kernel that lets us (as root, or where user namespaces are not restricted).
+The program must own its network: `own_network()` starts it again in a user and network namespace of
+its own, which needs util-linux and iproute2 and a kernel that lets us (as root, or where user
+namespaces are not restricted).
 """
 
 from __future__ import annotations
@@ -20,16 +22,24 @@ MARK = "DEEPINFER_TEST_NETWORK"
 
 def why_not() -> str | None:
     """What this machine refuses; None: networks can be made."""
-    missing = [c for c in ("unshare", "nsenter", "setpriv", "ip", "bridge") if shutil.which(c) is None]
+    missing = [
+        c for c in ("unshare", "nsenter", "setpriv", "ip", "bridge") if shutil.which(c) is None
+    ]
     if missing:
         return f"no {', '.join(missing)}"
-    script = "ip link add bridge0 type bridge && ip link add v1 type veth peer name v2 && unshare -n true"
-    done = subprocess.run(["unshare", "-rn", "sh", "-c", script], capture_output=True, text=True, timeout=30)
+    script = (
+        "ip link add bridge0 type bridge && ip link add v1 type veth peer name v2 && unshare -n"
+        " true"
+    )
+    done = subprocess.run(
+        ["unshare", "-rn", "sh", "-c", script], capture_output=True, text=True, timeout=30
+    )
     return None if done.returncode == 0 else done.stderr.strip()
 
 
 def own_network() -> None:
-    """Returns in a process whose network is its own; the caller's command line is run again to get there."""
+    """Returns in a process whose network is its own; the caller's command line is run again to get
+    there."""
     if MARK not in os.environ:
         os.environ[MARK] = "1"
         os.execvp("unshare", ["unshare", "-rn", "--", sys.executable, *sys.argv])
@@ -44,16 +54,35 @@ class Host:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.address, self.port = name, f"{SUBNET}.{number}", f"v{number}"
-        self._holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE)  # ends with this process
+        self._holder = subprocess.Popen(
+            ["unshare", "-n", "cat"], stdin=subprocess.PIPE
+        )  # ends with this process
         pid, own = self._holder.pid, os.readlink("/proc/self/ns/net")
         limit = time.monotonic() + 10
-        while os.readlink(f"/proc/{pid}/ns/net") == own or Path(f"/proc/{pid}/comm").read_text().strip() != "cat":
+        while (
+            os.readlink(f"/proc/{pid}/ns/net") == own
+            or Path(f"/proc/{pid}/comm").read_text().strip() != "cat"
+        ):
             assert time.monotonic() < limit
             time.sleep(0.005)
-        self.prefix = ["setpriv", "--pdeathsig", "KILL", "--", "nsenter", "-t", str(pid), "-n", "--"]  # nothing outlives us
+        self.prefix = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "--",
+            "nsenter",
+            "-t",
+            str(pid),
+            "-n",
+            "--",
+        ]  # nothing outlives us
         _run(f"ip link add {self.port} type veth peer name eth0 netns {pid}")
         _run(f"ip link set {self.port} master bridge0 up")
-        for command in ("link set lo up", f"addr add {self.address}/24 dev eth0", "link set eth0 up"):
+        for command in (
+            "link set lo up",
+            f"addr add {self.address}/24 dev eth0",
+            "link set eth0 up",
+        ):
             _run(f"ip {command}", self.prefix)
 
     def cut(self) -> None:

@@ -1,11 +1,14 @@
-"""Hurts the processes of a deployment under load: python tests/helpers/process_faults.py [--minutes 10]
+"""Hurts the processes of a deployment under load: python tests/helpers/process_faults.py [--minutes
+10]
 
-A router, two prompt engines (one a job of two processes), two completion engines and two clients, each process on a host of its
-own in a private network (see network.py; where that is refused: all on loopback, and the network is left alone). First each kind of
-fault once on each kind of process, lasting --seconds; then faults drawn at random. Engines that end are started again, as a
-supervisor would. After each fault: every request has ended once, right or with a reason, within the deadline; only the victim's
-job has been started again; everybody serves and nobody holds anything. At the end engines drain and count their blocks. Prints a
-line per fault; exit code 1 at the first broken promise.
+A router, two prompt engines (one a job of two processes), two completion engines and two clients,
+each process on a host of its own in a private network (see network.py; where that is refused: all
+on loopback, and the network is left alone). First each kind of fault once on each kind of process,
+lasting --seconds; then faults drawn at random. Engines that end are started again, as a supervisor
+would. After each fault: every request has ended once, right or with a reason, within the deadline;
+only the victim's job has been started again; everybody serves and nobody holds anything. At the end
+engines drain and count their blocks. Prints a line per fault; exit code 1 at the first broken
+promise.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ HOWS = ("kill -9", "SIGSTOP", "cut", "split", "SIGTERM")
 NETWORK = ("cut", "split")
 JOBS = ("P1", "C2")
 """Engines that are jobs of two processes."""
-EACH = [f"{how}:{victim}" for victim in ("router", "P0", "P1.1", "C0", "client0") for how in HOWS[:3]] + ["split:P0"]
+EACH = [
+    f"{how}:{victim}" for victim in ("router", "P0", "P1.1", "C0", "client0") for how in HOWS[:3]
+] + ["split:P0"]
 
 
 class Broken(AssertionError):
@@ -53,7 +58,14 @@ def require(condition: Any, message: object) -> None:
 class World:
     """A deployment, what it should answer, and its supervisor."""
 
-    def __init__(self, folder: Path, net: network.Network | None, engines: Iterable[str], transport: str, peer_timeout: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        net: network.Network | None,
+        engines: Iterable[str],
+        transport: str,
+        peer_timeout: float,
+    ) -> None:
         self.folder, self.net, self.clients = folder, net, 0
         data = np.load(ROOT / "tests" / "golden" / MODEL / "golden.npz")
         prompts = [data[f"prompt_{i}"].tolist() for i in range(4)]
@@ -73,14 +85,16 @@ class World:
             flags = {"peer_timeout": peer_timeout, "transport": transport}
             role = "prompt" if name[0] == "P" else "completion"
             if name in JOBS:
-                self.engines |= set(d.job(role, name, MODEL, cpu_devices=1, data_parallel_size=2, **flags))
+                self.engines |= set(
+                    d.job(role, name, MODEL, cpu_devices=1, data_parallel_size=2, **flags)
+                )
             else:
                 d.engine(role, name, MODEL, **flags)
                 self.engines.add(name)
         d.joined(*self.engines)
         d.wait_for_engines(*self.engines)
 
-    # ---- the supervisor --------------------------------------------------------------------------------------------
+    # ---- the supervisor --------------------------------------------------------------------------
 
     def watch(self, seconds: float) -> set[str]:
         """Starts again what has ended; the names."""
@@ -107,9 +121,11 @@ class World:
             require(time.monotonic() < until, f"serving {serving}, expected {self.engines}")
 
     def job_of(self, victim: str) -> set[str]:
-        return {n for n in ("router", *self.engines) if n.partition(".")[0] == victim.partition(".")[0]}
+        return {
+            n for n in ("router", *self.engines) if n.partition(".")[0] == victim.partition(".")[0]
+        }
 
-    # ---- one fault -------------------------------------------------------------------------------------------------
+    # ---- one fault -------------------------------------------------------------------------------
 
     def fault(self, how: str, victim: str, seconds: float) -> str:
         clients = {f"client{i}": self.start_client(f"client{i}") for i in range(2)}
@@ -130,7 +146,10 @@ class World:
         started |= self.recover()
         self.d.wait_idle()
         require(started <= self.job_of(victim), f"{started} were started again")
-        line = f"{how:8} {victim:8} {dict(counts)}, slowest {slowest:.1f} s, started again: {', '.join(sorted(started)) or 'nobody'}"
+        line = (
+            f"{how:8} {victim:8} {dict(counts)}, slowest {slowest:.1f} s, started again:"
+            f" {', '.join(sorted(started)) or 'nobody'}"
+        )
         require(slowest < DEADLINE + WORK, line)
         return line
 
@@ -144,10 +163,17 @@ class World:
             require(process.wait(90) == 0, process.text[-2000:])
             return started
         if how == "SIGSTOP":
-            begin, end = lambda: process.signal(signal.SIGSTOP), lambda: process.signal(signal.SIGCONT)
+            begin, end = (
+                lambda: process.signal(signal.SIGSTOP),
+                lambda: process.signal(signal.SIGCONT),
+            )
         else:
             host, other = self.net.hosts[self.d.hosts[process.name]], self.net.hosts["C0"]
-            begin, end = (host.cut, host.heal) if how == "cut" else (lambda: host.split(other), lambda: host.rejoin(other))
+            begin, end = (
+                (host.cut, host.heal)
+                if how == "cut"
+                else (lambda: host.split(other), lambda: host.rejoin(other))
+            )
         begin()
         started = self.watch(seconds)
         end()
@@ -155,16 +181,33 @@ class World:
 
     def start_client(self, host: str) -> Process:
         self.clients += 1
-        arguments = ["--router", self.d.address, "--prompts", str(self.folder / "prompts.json"), "--max-tokens", str(TOKENS)]
+        arguments = [
+            "--router",
+            self.d.address,
+            "--prompts",
+            str(self.folder / "prompts.json"),
+            "--max-tokens",
+            str(TOKENS),
+        ]
         if self.d.secret is not None:
             arguments += ["--secret-file", str(self.d.secret)]
-        return self.d.command(f"client-{self.clients}", host, [str(Path(__file__).parent / "load_client.py"), *arguments])
+        return self.d.command(
+            f"client-{self.clients}",
+            host,
+            [str(Path(__file__).parent / "load_client.py"), *arguments],
+        )
 
     def check_answers(self, name: str, text: str) -> tuple[Counter[str], float]:
         """Right ones and reasons, and the longest time one took."""
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         answers, total, counts = [x for x in lines if "id" in x], lines[-1], Counter()
-        require(total.get("sent") == total.get("ended") == len({a["id"] for a in answers}) == len(answers), (name, total, len(answers)))
+        require(
+            total.get("sent")
+            == total.get("ended")
+            == len({a["id"] for a in answers})
+            == len(answers),
+            (name, total, len(answers)),
+        )
         for a in answers:
             right = self.expected[a["prompt"]]
             if a["finish"] == "error":
@@ -181,33 +224,55 @@ class World:
             self.d.processes[name].signal(signal.SIGTERM)
         for name in self.engines:
             process = self.d.processes[name]
-            require(process.wait(60) == 0 and f"{name}: 0 of " in process.text, process.text[-2000:])
+            require(
+                process.wait(60) == 0 and f"{name}: 0 of " in process.text, process.text[-2000:]
+            )
         self.d.router.signal(signal.SIGTERM)
         require(self.d.router.wait(30) == 0, self.d.router.text[-2000:])
 
 
 def undisturbed(prompts: list[list[int]]) -> list[list[int]]:
     """A NORMAL engine's answers."""
-    sizes = {k.replace("-", "_"): v for k, v in SMALL.items()} | {"prefill_buckets": (256,), "decode_buckets": (8,)}
+    sizes = {k.replace("-", "_"): v for k, v in SMALL.items()} | {
+        "prefill_buckets": (256,),
+        "decode_buckets": (8,),
+    }
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(ROOT / "tests" / "golden" / MODEL), **sizes) as llm:
-        return [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)]
+        return [
+            o.outputs[0].token_ids
+            for o in llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        ]
 
 
 def drawn(rng: random.Random, world: World) -> tuple[str, str, float]:
-    """SIGTERM is for engines: a job leaves as a whole, a client and a router have nobody to start them again in time."""
+    """SIGTERM is for engines: a job leaves as a whole, a client and a router have nobody to start
+    them again in time."""
     how = rng.choice([h for h in HOWS if world.net is not None or h not in NETWORK])
     prompts = [n for n in world.engines if n[0] == "P"]
-    victims = {"SIGTERM": [n for n in world.engines if "." not in n], "split": prompts}.get(how, ["router", *world.engines, "client0"])
+    victims = {"SIGTERM": [n for n in world.engines if "." not in n], "split": prompts}.get(
+        how, ["router", *world.engines, "client0"]
+    )
     return how, rng.choice(sorted(victims)), rng.choice((1.0, 7.0))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=0.0, help="of random faults, after the listed ones")
-    parser.add_argument("--faults", nargs="*", default=EACH, help="how:victim ...; by default each once")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="of random faults, after the listed ones"
+    )
+    parser.add_argument(
+        "--faults", nargs="*", default=EACH, help="how:victim ...; by default each once"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="that SIGSTOP and cuts last")
-    parser.add_argument("--engines", nargs="+", default=["P0", "P1", "C0", "C1"], help=f"P.. and C..; {JOBS} are jobs of two processes")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=["P0", "P1", "C0", "C1"],
+        help=f"P.. and C..; {JOBS} are jobs of two processes",
+    )
     parser.add_argument("--peer-timeout", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", default="host", choices=("host", "device"))
@@ -235,13 +300,19 @@ def main() -> int:
             world.drain()
         except Broken:
             for process in world.d.processes.values():
-                print(f"---- {process.name}\n{process.log.read_text(errors='replace')[-3000:]}", flush=True)
+                print(
+                    f"---- {process.name}\n{process.log.read_text(errors='replace')[-3000:]}",
+                    flush=True,
+                )
             raise
         finally:
             world.d.close()
             if net is not None:
                 net.close()
-    print(f"{count} faults in {time.monotonic() - start:.0f} s: every answer right or with a reason, in time, and nothing held afterwards")
+    print(
+        f"{count} faults in {time.monotonic() - start:.0f} s: every answer right or with a reason,"
+        " in time, and nothing held afterwards"
+    )
     return 0
 
 

@@ -1,8 +1,10 @@
-"""A device that computes with integers what a model computes with floats, for tests of the scheduler.
+"""A device that computes with integers what a model computes with floats, for tests of the
+scheduler.
 
-The KV of a token depends on the token, its position and the sum of all KV before it, read from the pool through the block
-table; the next token depends on the sum of all keys. Any wrong block, slot, length, clone or stale row changes the tokens, so
-comparing them with `next_token` of the plain token list checks the whole chain.
+The KV of a token depends on the token, its position and the sum of all KV before it, read from the
+pool through the block table; the next token depends on the sum of all keys. Any wrong block, slot,
+length, clone or stale row changes the tokens, so comparing them with `next_token` of the plain
+token list checks the whole chain.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ EOS, STOP = 0, 1
 
 
 def mix(total: int, token: int, position: int) -> int:
-    x = ((total ^ (token * 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB + 1) & _M
+    x = (
+        (total ^ (token * 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9
+        + position * 0x94D049BB133111EB
+        + 1
+    ) & _M
     return x ^ (x >> 31)
 
 
@@ -24,7 +30,8 @@ def pick(total: int) -> int:
 
 
 def continuation(tokens, start: int) -> list[int]:
-    """[pick after tokens[:start], pick after tokens[:start + 1], ...]: what tokens[start:] must be."""
+    """[pick after tokens[:start], pick after tokens[:start + 1], ...]: what
+    tokens[start:] must be."""
     total, picks = 0, []
     for position, token in enumerate(tokens):
         if position >= start:
@@ -34,7 +41,8 @@ def continuation(tokens, start: int) -> list[int]:
 
 
 class FakeDevice:
-    """KV pool, block table and decode state of one rank. The block table is kept by `block_updates` alone."""
+    """KV pool, block table and decode state of one rank. The block table is kept by `block_updates`
+    alone."""
 
     def __init__(self, config) -> None:
         self.config = config
@@ -49,12 +57,16 @@ class FakeDevice:
         """Runs one step; (token_ids [n, 1 + nextn], num_new [n])."""
         self._edit(out)
         if out.is_prefill:
-            tokens = np.array([[self._prefill(item)] for item in out.prefill], np.int32).reshape(-1, 1)
+            tokens = np.array([[self._prefill(item)] for item in out.prefill], np.int32).reshape(
+                -1, 1
+            )
             return tokens, np.ones(len(tokens), np.int32)
         tokens = np.full((out.slots.size, 1 + self.config.nextn), -7, np.int32)
         counts = np.zeros(out.slots.size, np.int32)
         seqs = out.seqs
-        for row, (slot, q_len, kv_len) in enumerate(zip(out.slots.tolist(), out.q_lens.tolist(), out.kv_lens.tolist(), strict=True)):
+        for row, (slot, q_len, kv_len) in enumerate(
+            zip(out.slots.tolist(), out.q_lens.tolist(), out.kv_lens.tolist(), strict=True)
+        ):
             made = self._decode(slot, q_len, kv_len, seqs[row])
             tokens[row, : len(made)], counts[row] = made, len(made)
         return tokens, counts
@@ -81,7 +93,9 @@ class FakeDevice:
         return int(self.pool[blocks].reshape(-1)[:count].sum(dtype=np.uint64)) if count else 0
 
     def _write(self, blocks: np.ndarray, position: int, value: int) -> None:
-        self.pool[blocks[position // self.config.block_size], position % self.config.block_size] = value
+        self.pool[blocks[position // self.config.block_size], position % self.config.block_size] = (
+            value
+        )
 
     def _advance_state(self, seq, value: int) -> None:
         if seq.state_id >= 0:
@@ -119,7 +133,9 @@ class FakeDevice:
             total = (total + value) & _M
             token = self._seen(seq, total)
             made.append(token)
-            if total % 3 == 0:  # the next draft is rejected: its row and those behind it leave garbage
+            if (
+                total % 3 == 0
+            ):  # the next draft is rejected: its row and those behind it leave garbage
                 for position in range(length + j, length - 1 + q_len):
                     self._write(blocks, position, 0xBAD)
                 break

@@ -1,33 +1,56 @@
-"""Drives a group of real schedulers with fake devices, the way an engine does, and checks what no step may break."""
+"""Drives a group of real schedulers with fake devices, the way an engine does, and checks what no
+step may break."""
 
 from __future__ import annotations
 
 from sched_device import FakeDevice, continuation
 
-from deepinfer_jax.scheduler import LocalDPGroup, Scheduler, SchedulerConfig, SchedulerGroup, Sequence
+from deepinfer_jax.scheduler import (
+    LocalDPGroup,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerGroup,
+    Sequence,
+)
 
 
 def small_config(**changes) -> SchedulerConfig:
-    values = dict(block_size=4, num_blocks=64, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8)
+    values = dict(
+        block_size=4, num_blocks=64, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8
+    )
     return SchedulerConfig(**(values | changes))
 
 
-def make_seq(request_id, prompt_len: int = 5, *, max_tokens: int = 8, first: int = 2, **arguments) -> Sequence:
-    return Sequence(request_id, [(first + i) % 23 + 2 for i in range(prompt_len)], max_tokens=max_tokens, **arguments)
+def make_seq(
+    request_id, prompt_len: int = 5, *, max_tokens: int = 8, first: int = 2, **arguments
+) -> Sequence:
+    return Sequence(
+        request_id,
+        [(first + i) % 23 + 2 for i in range(prompt_len)],
+        max_tokens=max_tokens,
+        **arguments,
+    )
 
 
 class Driver:
-    """step() = schedule, run, commit; with zos the results of a step are committed after the next one is scheduled."""
+    """step() = schedule, run, commit; with zos the results of a step are committed after the next
+    one is scheduled."""
 
-    def __init__(self, config: SchedulerConfig, ranks: int = 1, clock=None, check_every: int = 1, rng=None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, ranks: int = 1, clock=None, check_every: int = 1, rng=None
+    ) -> None:
         self.config = config
-        self.schedulers = [Scheduler(config, **({"clock": clock} if clock else {})) for _ in range(ranks)]
+        self.schedulers = [
+            Scheduler(config, **({"clock": clock} if clock else {})) for _ in range(ranks)
+        ]
         self.group = SchedulerGroup(self.schedulers, LocalDPGroup(ranks))
         self.devices = [FakeDevice(config) for _ in range(ranks)]
         self.pending = None
         self.check_every = check_every
         self.num_steps = 0
-        self.rng = rng  # given: finished sequences are sometimes freed a few steps late, as by a hook that saves them first
+        # given: finished sequences are sometimes freed a few steps late, as by a hook that saves
+        # them first
+        self.rng = rng
         self.unfreed: list[tuple[Scheduler, Sequence]] = []
         self.ended: list[Sequence] = []
         self.start_of: dict[int, int] = {}  # id(seq) -> first token the oracle answers for (forks)
@@ -83,9 +106,15 @@ class Driver:
             for device in (self.devices[self.schedulers.index(s)],):
                 for seq in s.sequences:
                     if seq.slot >= 0 and not seq.is_finished:
-                        assert s.block_tables[seq.slot, : seq.num_blocks].tolist() == seq.block_ids.tolist()
+                        assert (
+                            s.block_tables[seq.slot, : seq.num_blocks].tolist()
+                            == seq.block_ids.tolist()
+                        )
                         if seq.status.name == "RUNNING":
-                            assert device.table[seq.slot, : seq.num_blocks].tolist() == seq.block_ids.tolist()
+                            assert (
+                                device.table[seq.slot, : seq.num_blocks].tolist()
+                                == seq.block_ids.tolist()
+                            )
 
     def _check_limits(self, s: Scheduler, out) -> None:
         c = self.config
@@ -94,9 +123,13 @@ class Driver:
             assert sum(item.kv_len for item in out.prefill) <= c.prefill_max_sum_seqlen_k
             for item in out.prefill:
                 assert item.q_len > 0 and item.is_last == (item.kv_len == item.seq.num_tokens)
-                assert item.is_last or (c.chunked_prefill and item.seq.image_around(item.kv_len) is None)
+                assert item.is_last or (
+                    c.chunked_prefill and item.seq.image_around(item.kv_len) is None
+                )
         else:
-            assert out.slots.size <= c.max_num_seqs and len(set(out.slots.tolist())) == out.slots.size
+            assert (
+                out.slots.size <= c.max_num_seqs and len(set(out.slots.tolist())) == out.slots.size
+            )
             assert ((out.q_lens >= 1) & (out.q_lens <= 1 + c.nextn)).all()
         assert s.num_running <= c.max_num_seqs
 
@@ -126,7 +159,8 @@ class Driver:
 
 
 def check_result(config: SchedulerConfig, seq: Sequence, start: int) -> None:
-    """Tokens are exactly the model's, none lost, none doubled; the finish reason tells the truth."""
+    """Tokens are exactly the model's, none lost, none doubled; the finish reason tells
+    the truth."""
     tokens = seq.token_ids.tolist()
     assert tokens[start:] == continuation(tokens, start), seq
     stops = set(seq.stop_token_ids) | (set() if seq.ignore_eos else set(seq.eos_token_ids))
@@ -135,7 +169,9 @@ def check_result(config: SchedulerConfig, seq: Sequence, start: int) -> None:
     if seq.finish_reason == "stop":
         assert stopping == [len(tokens) - 1], seq
         last = tokens[-1]
-        assert seq.stop_reason == (None if last in seq.eos_token_ids and not seq.ignore_eos else last)
+        assert seq.stop_reason == (
+            None if last in seq.eos_token_ids and not seq.ignore_eos else last
+        )
     else:
         assert not stopping, seq
     limit = max(seq.prompt_len + 1, min(seq.prompt_len + seq.max_tokens, config.max_model_len))

@@ -1,6 +1,8 @@
-"""Random episodes over real schedulers and fake devices: arrivals, aborts, forks, hand-overs, preemptions, drafts, images.
+"""Random episodes over real schedulers and fake devices: arrivals, aborts, forks, hand-overs,
+preemptions, drafts, images.
 
-As a script: `python tests/helpers/sched_fuzz.py --steps 5000000 [--seed N]`. A failing seed is printed; `--seed N --steps 1` repeats it.
+As a script: `python tests/helpers/sched_fuzz.py --steps 5000000 [--seed N]`. A failing seed is
+printed; `--seed N --steps 1` repeats it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ def random_config(rng: random.Random, role: EngineType, **fixed) -> SchedulerCon
     max_model_len = rng.randint(8, 40)
     chunked = rng.random() < 0.7
     cp = rng.choice([1, 1, 1, 2]) if role.policy.allows_context_parallel else 1
-    budget = rng.randint(max(block_size, 2 * cp, 6), 24) if chunked else max_model_len + 2 * cp + rng.randint(0, 30)
+    budget = (
+        rng.randint(max(block_size, 2 * cp, 6), 24)
+        if chunked
+        else max_model_len + 2 * cp + rng.randint(0, 30)
+    )
     pages = -(-max_model_len // block_size)
     nextn = rng.choice([0, 0, 0, 1, 3])
     num_seqs = rng.randint(1, 9)
@@ -74,23 +80,31 @@ def random_request(rng: random.Random, config: SchedulerConfig, request_id: str)
         cache_salt=rng.choice(["", "", "tenant"]),
         skip_prefix_cache=rng.random() < 0.1,
         image_spans=spans,
-        chunk_checkpoints=[rng.randint(1, prompt_len) for _ in range(2)] if config.chunked_prefill and rng.random() < 0.2 else (),
+        chunk_checkpoints=(
+            [rng.randint(1, prompt_len) for _ in range(2)]
+            if config.chunked_prefill and rng.random() < 0.2
+            else ()
+        ),
     )
 
 
 class Work:
-    """What the arrivals may still cost: the bound on the steps in which everything must have ended."""
+    """What the arrivals may still cost: the bound on the steps in which everything must
+    have ended."""
 
     def __init__(self) -> None:
         self.steps = 200
 
     def add(self, config: SchedulerConfig, seq: Sequence) -> None:
         points = config.prefill_any_attempt_interval + config.prefill_attempt_interval + 2
-        self.steps += points * (seq.prompt_len // max(1, config.prefill_budget - 8) + 3 * (seq.max_tokens + 2) + 10)
+        self.steps += points * (
+            seq.prompt_len // max(1, config.prefill_budget - 8) + 3 * (seq.max_tokens + 2) + 10
+        )
 
 
 class PromptDriver(Driver):
-    """A PROMPT group that hands over to a COMPLETION group, with random delays, refusals and failures."""
+    """A PROMPT group that hands over to a COMPLETION group, with random delays, refusals and
+    failures."""
 
     def __init__(self, config, ranks, ce: Driver, rng: random.Random, clock) -> None:
         super().__init__(config, ranks, clock, check_every=8, rng=rng)
@@ -122,10 +136,16 @@ class PromptDriver(Driver):
                     continue
                 rank = self.rng.randrange(len(self.ce.schedulers))
                 twin = Sequence(**self.arguments[seq.request_id])
-                reserved = self.ce.config.pages(seq.num_tokens) <= self.ce.config.num_blocks and self.ce.schedulers[rank].reserve(
+                reserved = self.ce.config.pages(
+                    seq.num_tokens
+                ) <= self.ce.config.num_blocks and self.ce.schedulers[rank].reserve(
                     twin, seq.num_tokens
                 )
-                if not reserved and not self.ce.schedulers[rank].has_unfinished() and self.rng.random() < 0.5:
+                if (
+                    not reserved
+                    and not self.ce.schedulers[rank].has_unfinished()
+                    and self.rng.random() < 0.5
+                ):
                     self._drop(scheduler, seq)
                     continue
                 still.append((scheduler, seq, rank if reserved else None, twin))
@@ -137,7 +157,11 @@ class PromptDriver(Driver):
 
     def _deliver(self, scheduler, seq, rank, twin) -> None:
         receiver = self.ce.schedulers[rank]
-        if seq.is_finished or self.rng.random() < 0.05 or not self._copy(scheduler, seq, rank, twin):
+        if (
+            seq.is_finished
+            or self.rng.random() < 0.05
+            or not self._copy(scheduler, seq, rank, twin)
+        ):
             assert receiver.cancel_reservation(twin) and not receiver.cancel_reservation(twin)
             self.ce._end(twin)
         self._drop(scheduler, seq)
@@ -154,7 +178,8 @@ class PromptDriver(Driver):
 
 
 class Episode:
-    """One random configuration and life. `run()` returns the number of scheduler steps (ranks x steps)."""
+    """One random configuration and life. `run()` returns the number of scheduler steps (ranks x
+    steps)."""
 
     def __init__(self, rng: random.Random, split: bool | None = None) -> None:
         self.rng = rng
@@ -165,15 +190,30 @@ class Episode:
         if self.split:
             pe = random_config(rng, EngineType.PROMPT)
             shared = dict(max_model_len=pe.max_model_len, num_state_slots=0)
-            ce = random_config(rng, EngineType.COMPLETION, **shared, enable_prefix_caching=rng.random() < 0.5)
+            ce = random_config(
+                rng, EngineType.COMPLETION, **shared, enable_prefix_caching=rng.random() < 0.5
+            )
             if pe.num_state_slots:
                 shared["num_state_slots"] = ce.max_num_seqs + 1
-                ce = random_config(rng, EngineType.COMPLETION, **shared, enable_prefix_caching=False, nextn=0, max_num_seqs=ce.max_num_seqs)
+                ce = random_config(
+                    rng,
+                    EngineType.COMPLETION,
+                    **shared,
+                    enable_prefix_caching=False,
+                    nextn=0,
+                    max_num_seqs=ce.max_num_seqs,
+                )
             self.decode = Driver(ce, rng.choice([1, 2]), lambda: self.now, check_every=8, rng=rng)
             self.entry: Driver = PromptDriver(pe, ranks, self.decode, rng, lambda: self.now)
             self.drivers = [self.entry, self.decode]
         else:
-            self.entry = self.decode = Driver(random_config(rng, EngineType.NORMAL), ranks, lambda: self.now, check_every=8, rng=rng)
+            self.entry = self.decode = Driver(
+                random_config(rng, EngineType.NORMAL),
+                ranks,
+                lambda: self.now,
+                check_every=8,
+                rng=rng,
+            )
             self.drivers = [self.entry]
         self.blocked: list[Sequence] = []
         self.count = 0
@@ -193,7 +233,9 @@ class Episode:
         while self.busy():
             self.step()
             bound -= 1
-            assert bound > 0, f"starved: {[list(s.sequences) for d in self.drivers for s in d.schedulers]}"
+            assert bound > 0, (
+                f"starved: {[list(s.sequences) for d in self.drivers for s in d.schedulers]}"
+            )
         for driver in self.drivers:
             driver.flush()
             driver.assert_clean()
@@ -250,7 +292,13 @@ class Episode:
         self.work.add(self.entry.config, seq)
 
     def _any_sequence(self, computed: bool = False) -> tuple | None:
-        held = [(d, s, seq) for d in self.drivers for s in d.schedulers for seq in s.sequences if seq.num_cached or not computed]
+        held = [
+            (d, s, seq)
+            for d in self.drivers
+            for s in d.schedulers
+            for seq in s.sequences
+            if seq.num_cached or not computed
+        ]
         return self.rng.choice(held) if held else None
 
     def abort(self) -> None:
@@ -261,7 +309,9 @@ class Episode:
             was = seq.is_finished
             assert s.abort(seq.request_id) == (not was)
             assert not s.abort(seq.request_id)
-            if not was and not self.split and self.rng.random() < 0.4:  # freed at once, with steps in flight
+            if (
+                not was and not self.split and self.rng.random() < 0.4
+            ):  # freed at once, with steps in flight
                 driver._end(seq)
                 assert s.free_seq(seq) and not s.free_seq(seq)
 
@@ -277,7 +327,13 @@ class Episode:
         driver, s, source = found
         keep = self.rng.choice([None, self.rng.randint(1, source.num_tokens)])
         try:
-            fork = s.fork_seq(source, f"f{self.count}", num_tokens=keep, max_tokens=self.rng.randint(1, 12), min_tokens=0)
+            fork = s.fork_seq(
+                source,
+                f"f{self.count}",
+                num_tokens=keep,
+                max_tokens=self.rng.randint(1, 12),
+                min_tokens=0,
+            )
         except ValueError as error:
             assert f"f{self.count}" in str(error)
             return
@@ -309,7 +365,11 @@ def main() -> None:
     while done < arguments.steps:
         steps, count = fuzz(seed + episodes, min(200_000, arguments.steps - done))
         done, episodes = done + steps, episodes + count
-        print(f"{done} scheduler steps in {episodes} episodes from seed {seed}: {time.time() - start:.0f} s", flush=True)
+        print(
+            f"{done} scheduler steps in {episodes} episodes from seed {seed}:"
+            f" {time.time() - start:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

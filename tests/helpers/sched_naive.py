@@ -1,5 +1,6 @@
-"""A deliberately naive scheduler, one page, written from the rules alone: lists, sums and loops, everything recomputed at every
-step. NORMAL role, one rank, drafts, chunking, preemption, zero-overhead scheduling off. It counts blocks, it has no block ids.
+"""A deliberately naive scheduler, one page, written from the rules alone: lists, sums and loops,
+everything recomputed at every step. NORMAL role, one rank, drafts, chunking, preemption,
+zero-overhead scheduling off. It counts blocks, it has no block ids.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class NaiveScheduler:
 
     def schedule(self):
         self.running = [s for s in self.running if not s.reason]  # freed at once by the caller
-        at_any = self.decode_step != 0 and self.decode_step % self.c.prefill_any_attempt_interval == 0
+        at_any = (
+            self.decode_step != 0 and self.decode_step % self.c.prefill_any_attempt_interval == 0
+        )
         if at_any or self.decode_step % self.c.prefill_attempt_interval == 0 or not self.running:
             full = 1 - self.free() / self.c.num_blocks > 0.9
             if self.waiting and not (full and self.running):
@@ -56,7 +59,11 @@ class NaiveScheduler:
             if not s.blocks:
                 too_long = len(s) > self.c.prompt_limit and not s.tokens
                 if too_long or self.pages(len(s)) > self.c.num_blocks:
-                    s.reason = "insufficient_system_resource" if s.tokens and not too_long else "prompt_length_exceeded"
+                    s.reason = (
+                        "insufficient_system_resource"
+                        if s.tokens and not too_long
+                        else "prompt_length_exceeded"
+                    )
                     ignored.append(self.waiting.pop(0))
                     continue
                 if self.pages(len(s)) > self.free():
@@ -64,7 +71,9 @@ class NaiveScheduler:
             if len(self.running) + 1 > self.c.max_num_seqs:
                 break
             q = min(len(s) - s.kv, budget)
-            if sum_k + s.kv + q > self.c.prefill_max_sum_seqlen_k or (s.kv + q < len(s) and not self.c.chunked_prefill):
+            if sum_k + s.kv + q > self.c.prefill_max_sum_seqlen_k or (
+                s.kv + q < len(s) and not self.c.chunked_prefill
+            ):
                 break
             s.blocks = self.pages(len(s))
             chunks.append((s, s.kv, q))
@@ -77,11 +86,15 @@ class NaiveScheduler:
 
     def decode(self):
         admitted = {id(s): i for i, s in enumerate(self.admissions)}
-        queue = sorted(self.running, key=lambda s: (-len(s.tokens), -admitted[id(s)]))  # first to be preempted first
+        queue = sorted(
+            self.running, key=lambda s: (-len(s.tokens), -admitted[id(s)])
+        )  # first to be preempted first
         rows, preempted = [], []
         while queue:
             s = queue.pop()
-            drafts = min(self.c.nextn, min(s.prompt + s.max_tokens, self.c.max_model_len) - len(s) - 1)
+            drafts = min(
+                self.c.nextn, min(s.prompt + s.max_tokens, self.c.max_model_len) - len(s) - 1
+            )
             need = self.pages(len(s) + drafts) - s.blocks
             while need > self.free() and queue:
                 self.preempt(queue.pop(0), preempted)
@@ -90,7 +103,11 @@ class NaiveScheduler:
             else:
                 s.blocks += max(need, 0)
                 rows.append((s, 1 + drafts))
-        return sorted(rows, key=lambda row: -len(row[0])), [s for s in preempted if s.reason], preempted
+        return (
+            sorted(rows, key=lambda row: -len(row[0])),
+            [s for s in preempted if s.reason],
+            preempted,
+        )
 
     def preempt(self, s, preempted):
         s.blocks = s.kv = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_jax import EngineArgs, SamplingParams
-from deepinfer_jax.engine import LLMEngine
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind
 
@@ -30,10 +30,14 @@ TINY = {
 }
 
 PROMPTS = [[3 + (7 * i + 11 * k) % 490 for i in range(20 + 9 * k)] for k in range(5)]
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True
+)
 
 
-def tiny_engine(name: str = "llama", cls: type = LLMEngine, devices: Any = None, **changes: Any) -> LLMEngine:
+def tiny_engine(
+    name: str = "llama", cls: type = LLMEngine, devices: Any = None, **changes: Any
+) -> LLMEngine:
     return cls(EngineArgs(str(GOLDEN / name), **(TINY | changes)), devices=devices)
 
 
@@ -42,12 +46,31 @@ def random_requests(rng: random.Random, count: int) -> list[tuple[str, list[int]
     shared = [rng.randrange(3, 500) for _ in range(40)]
     out = []
     for i in range(count):
-        prompt = shared[: rng.choice((0, 8, 17, 40))] + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 20))]
-        options: dict[str, Any] = {"temperature": rng.choice((0.0, 1.0)), "seed": rng.choice((None, rng.randrange(1000)))}
-        options |= rng.choice(({}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"top_k": 5}))
-        options |= rng.choice(({}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}, {"min_tokens": 4}))
+        prompt = shared[: rng.choice((0, 8, 17, 40))] + [
+            rng.randrange(3, 500) for _ in range(rng.randrange(1, 20))
+        ]
+        options: dict[str, Any] = {
+            "temperature": rng.choice((0.0, 1.0)),
+            "seed": rng.choice((None, rng.randrange(1000))),
+        }
+        options |= rng.choice(
+            (
+                {},
+                {"presence_penalty": 1.5},
+                {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+                {"top_k": 5},
+            )
+        )
+        options |= rng.choice(
+            ({}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}, {"min_tokens": 4})
+        )
         kind = rng.choice(list(RequestOutputKind))
-        params = SamplingParams(max_tokens=rng.randrange(4, 24), ignore_eos=rng.random() < 0.5, output_kind=kind, **options)
+        params = SamplingParams(
+            max_tokens=rng.randrange(4, 24),
+            ignore_eos=rng.random() < 0.5,
+            output_kind=kind,
+            **options,
+        )
         out.append((f"r{i}", prompt, params))
     return out
 
@@ -82,7 +105,12 @@ class Collector:
         return other
 
 
-def run(engine: LLMEngine, collector: Collector, kinds: dict[str, RequestOutputKind], steps: int | None = None) -> None:
+def run(
+    engine: LLMEngine,
+    collector: Collector,
+    kinds: dict[str, RequestOutputKind],
+    steps: int | None = None,
+) -> None:
     """Steps until everything has ended, or `steps` times."""
     left = 100_000 if steps is None else steps
     while left > 0 and engine.has_unfinished_requests():
@@ -106,10 +134,14 @@ def assert_same(got: Collector, expected: Collector) -> None:
                 assert all(abs(a[k].logprob - b[k].logprob) < 1e-3 for k in a)
         assert (other.prompt_logprobs is None) == (output.prompt_logprobs is None)
         for x, y in zip(other.prompt_logprobs or (), output.prompt_logprobs or (), strict=True):
-            assert (x is None and y is None) or all(abs(x[k].logprob - y[k].logprob) < 1e-3 for k in y)
+            assert (x is None and y is None) or all(
+                abs(x[k].logprob - y[k].logprob) < 1e-3 for k in y
+            )
 
 
-def complete(engine, prompts: dict[str, list[int]] | None = None, params: SamplingParams = SAMPLED) -> dict[str, list[int]]:
+def complete(
+    engine, prompts: dict[str, list[int]] | None = None, params: SamplingParams = SAMPLED
+) -> dict[str, list[int]]:
     """{request id: token ids} of everything the engine has to do, `prompts` included."""
     for request_id, prompt in (prompts or {}).items():
         engine.add_request(request_id, prompt, params)

@@ -1,7 +1,9 @@
-"""One process of a job of two, run by test_snapshot_job.py: `snapshot_job.py PORT PROCESS MODEL RANKS FOLDER snapshot|restore`.
+"""One process of a job of two, run by test_snapshot_job.py: `snapshot_job.py PORT PROCESS MODEL
+RANKS FOLDER snapshot|restore`.
 
-snapshot: serves its requests, takes part in a snapshot, prints its number and goes on until it is killed. restore: takes its share of
-the folder's newest snapshot over and prints {request: token ids} as JSON.
+snapshot: serves its requests, takes part in a snapshot, prints its number and goes on until it is
+killed. restore: takes its share of the folder's newest snapshot over and prints {request: token
+ids} as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from deepinfer_jax.scheduler.roles import EngineType
 
 
 def rounds(engine, group):
-    """Outputs of one step after another, in step with the other process, until neither has anything to do."""
+    """Outputs of one step after another, in step with the other process, until neither has anything
+    to do."""
     while True:
         votes = [int(not engine.has_unfinished_requests())] * len(engine.schedulers)
         if group.all_reduce_min(votes):
@@ -27,12 +30,25 @@ def rounds(engine, group):
 
 
 def main(port: str, process: int, model: str, ranks: int, folder: str, what: str) -> None:
-    launch = LaunchArgs(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process, cpu_devices=ranks // 2, deadline=60.0)
+    launch = LaunchArgs(
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=2,
+        process_id=process,
+        cpu_devices=ranks // 2,
+        deadline=60.0,
+    )
     job = join_job(launch)
-    values = {**TINY, "model": str(GOLDEN / model), "data_parallel_size": ranks, "num_blocks": 40, "expert_parallel_size": 1}
+    values = {
+        **TINY,
+        "model": str(GOLDEN / model),
+        "data_parallel_size": ranks,
+        "num_blocks": 40,
+        "expert_parallel_size": 1,
+    }
     engine = build_engine(EngineType.NORMAL, values, job)
     engine.ensure_mover()
-    engine.compile_copies()  # snapshot() is called by the thread that steps: the other process would wait for the compiler
+    # snapshot() is called by the thread that steps: the other process would wait for the compiler
+    engine.compile_copies()
     if what == "restore":
         ids = engine.restore(folder)
     else:
@@ -41,7 +57,9 @@ def main(port: str, process: int, model: str, ranks: int, folder: str, what: str
     done, saved = {}, None
     for step, outputs in enumerate(rounds(engine, job.group)):
         done |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
-        if what == "snapshot" and step == 3 + 4 * process:  # not at the same time: the moment is agreed upon
+        if (
+            what == "snapshot" and step == 3 + 4 * process
+        ):  # not at the same time: the moment is agreed upon
             saved = engine.snapshot(folder)
     if what == "restore":
         assert sorted(done) == sorted(ids)

@@ -1,4 +1,5 @@
-"""Hand-built StepBatches that drive a model without the engine: whole prompts, chunks, decode steps, on one rank or a mesh."""
+"""Hand-built StepBatches that drive a model without the engine: whole prompts, chunks, decode
+steps, on one rank or a mesh."""
 
 from __future__ import annotations
 
@@ -34,16 +35,33 @@ class Rank:
             table.append(self.used)
             self.used += 1
         position = np.arange(start, start + len(tokens), dtype=np.int32)
-        return position, np.array([table[p // BLOCK] * BLOCK + p % BLOCK for p in position], np.int32)
+        return position, np.array(
+            [table[p // BLOCK] * BLOCK + p % BLOCK for p in position], np.int32
+        )
 
 
 def build_batch(
-    rank: Rank, work: list[tuple[int, np.ndarray]], rows: int, seqs: int, num_blocks: int, *, decode: bool = False
+    rank: Rank,
+    work: list[tuple[int, np.ndarray]],
+    rows: int,
+    seqs: int,
+    num_blocks: int,
+    *,
+    decode: bool = False,
 ) -> StepBatch:
-    """The batch that appends each (sequence, tokens) of `work`; `rows` and `seqs` are the padded sizes. Decode: one token each."""
-    tokens, positions, seq_ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.full(rows, seqs, np.int32)
+    """The batch that appends each (sequence, tokens) of `work`; `rows` and `seqs` are the padded
+    sizes. Decode: one token each."""
+    tokens, positions, seq_ids = (
+        np.zeros(rows, np.int32),
+        np.zeros(rows, np.int32),
+        np.full(rows, seqs, np.int32),
+    )
     slots = np.full(rows, num_blocks * BLOCK, np.int32)
-    tables, lens, starts = np.zeros((seqs, rank.pages), np.int32), np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
+    tables, lens, starts = (
+        np.zeros((seqs, rank.pages), np.int32),
+        np.zeros(seqs, np.int32),
+        np.zeros(seqs + 1, np.int32),
+    )
     at = 0
     for s, (seq, toks) in enumerate(work):
         n = len(toks)
@@ -54,14 +72,23 @@ def build_batch(
         starts[s + 1 :] = at
     if decode:
         starts = np.arange(seqs + 1, dtype=np.int32)
-    return StepBatch(tokens, positions, slots, tables, lens, starts, seq_ids, np.zeros(seqs, np.int32), decode, 1)
+    return StepBatch(
+        tokens, positions, slots, tables, lens, starts, seq_ids, np.zeros(seqs, np.int32), decode, 1
+    )
 
 
 class Driver:
-    """One loaded model on a mesh (replica, ep, tp); `step` runs a batch per rank and returns hidden states and logits."""
+    """One loaded model on a mesh (replica, ep, tp); `step` runs a batch per rank and returns hidden
+    states and logits."""
 
     def __init__(
-        self, loaded, axes: ParallelAxes | None = None, mesh: Mesh | None = None, *, num_blocks: int = 64, pages: int = 16
+        self,
+        loaded,
+        axes: ParallelAxes | None = None,
+        mesh: Mesh | None = None,
+        *,
+        num_blocks: int = 64,
+        pages: int = 16,
     ) -> None:
         axes = axes or ParallelAxes()
         self.loaded, self.axes, self.num_blocks = loaded, axes, num_blocks
@@ -71,12 +98,19 @@ class Driver:
         self.dp = P((axes.replica_axis, axes.ep_axis))
         self.cache_specs, self.caches = {}, {}
         for spec in loaded.model_class.cache_specs(loaded.config, axes, dtype):
-            entry = [axes.tp_axis if i == spec.tp_dim else None for i in range(len(spec.entry_shape))]
-            self.cache_specs[spec.name] = (P((axes.replica_axis, axes.ep_axis), None, *entry),) * spec.layers
+            entry = [
+                axes.tp_axis if i == spec.tp_dim else None for i in range(len(spec.entry_shape))
+            ]
+            self.cache_specs[spec.name] = (
+                P((axes.replica_axis, axes.ep_axis), None, *entry),
+            ) * spec.layers
             sharding = NamedSharding(self.mesh, self.cache_specs[spec.name][0])
             shape = (axes.dp * num_blocks, BLOCK, *spec.entry_shape)
             # garbage where nothing was written: it must never reach a result
-            self.caches[spec.name] = tuple(jax.device_put(jnp.full(shape, 7.0, spec.dtype), sharding) for _ in range(spec.layers))
+            self.caches[spec.name] = tuple(
+                jax.device_put(jnp.full(shape, 7.0, spec.dtype), sharding)
+                for _ in range(spec.layers)
+            )
         self._step = jax.jit(self._sharded, donate_argnums=1)
         self.traces = 0
 
@@ -90,13 +124,28 @@ class Driver:
 
         batch_specs = jax.tree.map(lambda _: self.dp, batch)
         specs = (self.loaded.param_specs, self.cache_specs, batch_specs)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(self.dp, self.cache_specs, self.dp), check_vma=False)(
-            params, caches, batch
-        )
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=(self.dp, self.cache_specs, self.dp),
+            check_vma=False,
+        )(params, caches, batch)
 
-    def step(self, work: list[list[tuple[int, np.ndarray]]], rows: int, seqs: int, *, decode: bool = False) -> list[np.ndarray]:
-        """work[rank]: (sequence, tokens) pairs. Returns, per rank, the logits of its rows [rows, V]; `load` keeps the expert counts."""
-        args = [build_batch(r, w, rows, seqs, self.num_blocks, decode=decode) for r, w in zip(self.ranks, work, strict=True)]
+    def step(
+        self,
+        work: list[list[tuple[int, np.ndarray]]],
+        rows: int,
+        seqs: int,
+        *,
+        decode: bool = False,
+    ) -> list[np.ndarray]:
+        """work[rank]: (sequence, tokens) pairs. Returns, per rank, the logits of its rows [rows,
+        V]; `load` keeps the expert counts."""
+        args = [
+            build_batch(r, w, rows, seqs, self.num_blocks, decode=decode)
+            for r, w in zip(self.ranks, work, strict=True)
+        ]
         batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *args)
         logits, self.caches, load = self._step(self.loaded.params, self.caches, batch)
         self.load = np.asarray(load)

@@ -2,7 +2,7 @@
 
 import threading
 
-from deepinfer_jax.wire_hub import HubConfig
+from deepinfer_jax.rpc.hub import HubConfig
 
 FAST = HubConfig(heartbeat=0.05, peer_timeout=0.5, connect_timeout=1.0, max_frame=1 << 20)
 
@@ -34,4 +34,7 @@ class Handler:
     def wait(self, condition, timeout=10):
         with self.changed:
             done = self.changed.wait_for(condition, timeout)
-            assert done, f"{len(self.messages)} messages, the last {self.messages[-1:]!r:.200}; ended: {self.ended}"
+            assert done, (
+                f"{len(self.messages)} messages, the last {self.messages[-1:]!r:.200}; ended:"
+                f" {self.ended}"
+            )

@@ -1,16 +1,18 @@
-"""The router process's core against engines that are played by the tests: no device, no second process."""
+"""The router process's core against engines that are played by the tests: no device, no second
+process."""
 
 import time
 
 import pytest
 from wire_handler import FAST, Handler
 
-from deepinfer_jax import LLM, SamplingParams, wire
+from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from deepinfer_jax.remote import RemoteEngine
+from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.client import RemoteEngine
+from deepinfer_jax.rpc.hub import Hub
 from deepinfer_jax.sampling_params import RequestOutputKind
-from deepinfer_jax.wire_hub import Hub
 
 CACHES = {"k": {"kind": "blocks", "layers": 2, "entry": [16, 1, 4], "dtype": "float32"}}
 ROLES = {"NORMAL": 0, "PROMPT": 1, "COMPLETION": 2}
@@ -26,14 +28,34 @@ MODEL = {
 
 
 def layout(role, **changes):
-    base = {"protocol": 1, "role": role, "roles": ROLES, "model": "aaaa", "block_size": 16, "caches": CACHES, "max_model_len": 64}
+    base = {
+        "protocol": 1,
+        "role": role,
+        "roles": ROLES,
+        "model": "aaaa",
+        "block_size": 16,
+        "caches": CACHES,
+        "max_model_len": 64,
+    }
     return {**base, **changes}
 
 
 class Engine(Handler):
     """An engine process as the router sees it; the test says what it sends."""
 
-    def __init__(self, world, kind, name, *, protocol=wire.PROTOCOL, processes=1, process=0, job=None, capacity=(4, 1000, 64), **changes):
+    def __init__(
+        self,
+        world,
+        kind,
+        name,
+        *,
+        protocol=wire.PROTOCOL,
+        processes=1,
+        process=0,
+        job=None,
+        capacity=(4, 1000, 64),
+        **changes,
+    ):
         super().__init__()
         self.name, self.kind = name, kind
         self.hub = Hub(name, config=FAST).start()
@@ -69,7 +91,13 @@ class Engine(Handler):
 
     def result(self, output_id, tokens, finish=None, fresh=None):
         completion = CompletionOutput(0, "", tokens, finish_reason=finish)
-        self.send(wire.Result(RequestOutput(output_id, None, [], None, [completion], finish is not None, RequestMetrics(0.0))))
+        self.send(
+            wire.Result(
+                RequestOutput(
+                    output_id, None, [], None, [completion], finish is not None, RequestMetrics(0.0)
+                )
+            )
+        )
 
     def die(self):
         self.hub.stop(0)
@@ -142,7 +170,9 @@ def prefill(prompt, completion):
     prompt.send(wire.Place(key))
     placed = prompt.take(wire.Placed)
     assert (placed.key, placed.target) == (key, completion.name)
-    prompt.send(wire.Progress(key, 3, 0.01), wire.Prefilled(key), wire.HandedOver(key, completion.name))
+    prompt.send(
+        wire.Progress(key, 3, 0.01), wire.Prefilled(key), wire.HandedOver(key, completion.name)
+    )
     return key
 
 
@@ -157,7 +187,11 @@ def test_a_request_passes_through(world):
     assert key.endswith("@1")
     c.result(f"{key}/1", [7, 8], "stop")
     (out,) = outputs_of(client)
-    assert (out.request_id, out.prompt_token_ids, out.outputs[0].token_ids) == ("mine", [1, 2, 3], [7, 8])
+    assert (out.request_id, out.prompt_token_ids, out.outputs[0].token_ids) == (
+        "mine",
+        [1, 2, 3],
+        [7, 8],
+    )
     w.check()
 
 
@@ -256,7 +290,9 @@ def test_a_dead_completion_engine_after_the_first_token_of_a_stream_ends_it_with
     assert [o.outputs[0].token_ids for o in got] == [[11], [12]]
     c.die()
     got = outputs_of(client)
-    assert got[-1].outputs[0].finish_reason == "error" and got[-1].outputs[0].stop_reason.startswith("C: ")
+    assert got[-1].outputs[0].finish_reason == "error" and got[-1].outputs[
+        0
+    ].stop_reason.startswith("C: ")
     w.check()
 
 
@@ -291,8 +327,16 @@ def test_who_found_no_room_is_told_when_there_is(world):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("completion", {"block_size": 32}, "block_size: 16 on the prompt side, 32 on the completion side"),
-        ("completion", {"model": "bbbb"}, "model: 'aaaa' on the prompt side, 'bbbb' on the completion side"),
+        (
+            "completion",
+            {"block_size": 32},
+            "block_size: 16 on the prompt side, 32 on the completion side",
+        ),
+        (
+            "completion",
+            {"model": "bbbb"},
+            "model: 'aaaa' on the prompt side, 'bbbb' on the completion side",
+        ),
         (
             "completion",
             {"caches": {"k": {**CACHES["k"], "dtype": "bfloat16"}}},
@@ -321,7 +365,9 @@ def test_the_name_of_a_living_engine_is_refused(world):
     w = world()
     w.engine("prompt", "P")
     reason, final = w.engine("prompt", "P").ended
-    assert "'P' belongs to a living prompt engine" in reason and not final  # it may have lost its connection, and be back too soon
+    assert (
+        "'P' belongs to a living prompt engine" in reason and not final
+    )  # it may have lost its connection, and be back too soon
 
 
 def test_a_job_serves_when_all_its_processes_are_there_and_ends_with_the_first_that_goes(world):
@@ -337,7 +383,10 @@ def test_a_job_serves_when_all_its_processes_are_there_and_ends_with_the_first_t
     (b if first is a else a).die()
     survivor = a if first is a else b
     survivor.wait(lambda: survivor.ended)
-    assert "of the job is gone" in survivor.ended[0] and survivor.take(wire.JobLost).reason == survivor.ended[0]
+    assert (
+        "of the job is gone" in survivor.ended[0]
+        and survivor.take(wire.JobLost).reason == survivor.ended[0]
+    )
     client.abort_request(["r"])
     assert outputs_of(client)[0].outputs[0].finish_reason == "abort"
     w.check()
@@ -376,11 +425,19 @@ def test_a_prompt_engine_that_reaches_no_completion_engine_gets_nothing_new(worl
     client = w.client()
     client.add_request("a", [1], PARAMS)
     start = time.monotonic()
-    p0.send(wire.Linked(False, 0.6), wire.HandOverFailed(p0.take(wire.Start).key, "no completion engine can be reached", True))
+    p0.send(
+        wire.Linked(False, 0.6),
+        wire.HandOverFailed(p0.take(wire.Start).key, "no completion engine can be reached", True),
+    )
     (out,) = outputs_of(client)
-    assert out.outputs[0].stop_reason == "no prompt engine that reaches a completion engine has been there for 1.0 s"
+    assert (
+        out.outputs[0].stop_reason
+        == "no prompt engine that reaches a completion engine has been there for 1.0 s"
+    )
     assert time.monotonic() - start < 0.9  # the silence before counts
-    assert w.cluster.health()[1]["problems"] == ["no prompt engine that reaches a completion engine"]
+    assert w.cluster.health()[1]["problems"] == [
+        "no prompt engine that reaches a completion engine"
+    ]
     p1 = w.engine("prompt", "P1")
     client.add_request("b", [1], PARAMS)
     c.result(f"{prefill(p1, c)}/1", [7], "stop")
@@ -440,7 +497,10 @@ def test_a_router_that_drains_refuses_new_requests_and_lets_others_end(world):
     w.cluster.hub.call(w.cluster.begin_drain)
     client.add_request("new", [1], PARAMS)
     (out,) = outputs_of(client)
-    assert (out.request_id, out.outputs[0].finish_reason) == ("new", "error") and "draining" in out.outputs[0].stop_reason
+    assert (out.request_id, out.outputs[0].finish_reason) == (
+        "new",
+        "error",
+    ) and "draining" in out.outputs[0].stop_reason
     assert not w.cluster.drained
     c.result(f"{key}/1", [7], "stop")
     outputs_of(client)
@@ -481,7 +541,9 @@ def test_status_counts(world):
 
 
 def test_llm_with_a_router_takes_no_engine_arguments():
-    with pytest.raises(ValueError, match=r"the engines' arguments are theirs; got \['block_size'\]"):
+    with pytest.raises(
+        ValueError, match=r"the engines' arguments are theirs; got \['block_size'\]"
+    ):
         LLM(router="127.0.0.1:1", block_size=32)
     with pytest.raises(ValueError, match="give a model, or the router of a deployment"):
         LLM()

@@ -13,7 +13,9 @@ TOKEN = b"t" * 16
 
 
 def flags(coordinator=None, num_processes=None, process_id=None):
-    return SimpleNamespace(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    return SimpleNamespace(
+        coordinator=coordinator, num_processes=num_processes, process_id=process_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,11 +24,23 @@ def flags(coordinator=None, num_processes=None, process_id=None):
         (flags(), {}, None),
         (flags("h:1", 1, 0), {}, None),
         (flags("h:1", 4, 3), {"SLURM_NTASKS": "9", "SLURM_STEP_ID": "0"}, ("h:1", 4, 3)),
-        (flags(), {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "lead", "LWS_WORKER_INDEX": "1"}, ("lead:9521", 2, 1)),
-        (flags(), {"LWS_GROUP_SIZE": "1", "LWS_LEADER_ADDRESS": "lead", "LWS_WORKER_INDEX": "0"}, None),
         (
             flags(),
-            {"JOB_COMPLETION_INDEX": "2", "DEEPINFER_NUM_PROCESSES": "3", "DEEPINFER_COORDINATOR": "pod:7"},
+            {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "lead", "LWS_WORKER_INDEX": "1"},
+            ("lead:9521", 2, 1),
+        ),
+        (
+            flags(),
+            {"LWS_GROUP_SIZE": "1", "LWS_LEADER_ADDRESS": "lead", "LWS_WORKER_INDEX": "0"},
+            None,
+        ),
+        (
+            flags(),
+            {
+                "JOB_COMPLETION_INDEX": "2",
+                "DEEPINFER_NUM_PROCESSES": "3",
+                "DEEPINFER_COORDINATOR": "pod:7",
+            },
             ("pod:7", 3, 2),
         ),
         (flags(), {"JOB_COMPLETION_INDEX": "0"}, None),
@@ -43,7 +57,11 @@ def test_detection(given, env, expected):
     elif expected is None:
         assert found is None
     else:
-        assert (found["coordinator_address"], found["num_processes"], found["process_id"]) == expected
+        assert (
+            found["coordinator_address"],
+            found["num_processes"],
+            found["process_id"],
+        ) == expected
 
 
 def test_half_a_set_of_flags_is_refused():
@@ -93,8 +111,13 @@ def test_everybody_gets_the_minimum_of_every_vote(count):
     groups = connect(count)
     for i, g in enumerate(groups):
         g.bind(2 * count, [2 * i, 2 * i + 1])
-    results = run(groups, lambda i, g: [g.all_reduce_min([(i * 7 + n) % 11, (i * 5 + n) % 13]) for n in range(200)])
-    expected = [min(min((i * 7 + n) % 11, (i * 5 + n) % 13) for i in range(count)) for n in range(200)]
+    results = run(
+        groups,
+        lambda i, g: [g.all_reduce_min([(i * 7 + n) % 11, (i * 5 + n) % 13]) for n in range(200)],
+    )
+    expected = [
+        min(min((i * 7 + n) % 11, (i * 5 + n) % 13) for i in range(count)) for n in range(200)
+    ]
     assert results == [expected] * count
     assert all(g.votes == 200 for g in groups)
 
@@ -104,7 +127,10 @@ def test_the_least_number_of_blocks_is_used_and_what_must_be_equal_is_compared()
     assert run(groups, lambda i, g: g.agree_min(100 - i)) == [98] * 3
     assert run(groups, lambda i, g: g.must_agree("dtype", "float32")) == [None] * 3
     errors = run(groups, lambda i, g: g.must_agree("block_size", 32 if i == 1 else 16))
-    expected = "the processes of a job must agree on block_size: {} in process {}, from 16 to 32 in the job"
+    expected = (
+        "the processes of a job must agree on block_size: {} in process {}, from 16 to 32 in"
+        " the job"
+    )
     assert [str(e) for e in errors] == [expected.format(v, i) for i, v in enumerate((16, 32, 16))]
     errors = run(groups, lambda i, g: g.must_agree("max_model_len", None if i == 2 else 256))
     assert all(isinstance(e, ValueError) for e in errors)
@@ -130,7 +156,9 @@ def test_processes_that_take_different_steps_are_found():
     groups = connect(2, deadline=1.0)
     groups[1]._number = 5
     results = run(groups, lambda i, g: g.all_reduce_min([1]))
-    assert isinstance(results[0], VoteFailed) and "process 1 is at vote 6, this process (0) at 1" in str(results[0])
+    assert isinstance(
+        results[0], VoteFailed
+    ) and "process 1 is at vote 6, this process (0) at 1" in str(results[0])
 
 
 def test_strangers_are_not_let_in():
@@ -139,7 +167,9 @@ def test_strangers_are_not_let_in():
     for data in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 50, b"w" * 16 + b"\1" + b"\0" * 7):
         s = socket.create_connection(address)
         s.sendall(data)
-    with pytest.raises(VoteFailed, match=r"processes \[1\] of 2 did not connect for votes within 0.3 s"):
+    with pytest.raises(
+        VoteFailed, match=r"processes \[1\] of 2 did not connect for votes within 0.3 s"
+    ):
         listen_for_votes(2, TOKEN, server, 1.0, 0.3)
 
 

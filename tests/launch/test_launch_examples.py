@@ -1,4 +1,5 @@
-"""The example manifests and scripts: well-formed, of the public schemas' shape, and with flags that the role scripts know."""
+"""The example manifests and scripts: well-formed, of the public schemas' shape, and with flags that
+the role scripts know."""
 
 import argparse
 import re
@@ -18,7 +19,8 @@ from deepinfer_jax.scheduler.roles import EngineType
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "launch" / "examples"
 
-# The parts of the public schemas that the examples use; nothing else is allowed in them, so a misspelt field is found.
+# The parts of the public schemas that the examples use; nothing else is allowed in them, so a
+# misspelt field is found.
 POD = {
     "type": "object",
     "additionalProperties": False,
@@ -44,7 +46,9 @@ POD = {
                             "type": "object",
                             "additionalProperties": False,
                             "required": ["containerPort"],
-                            "properties": {"containerPort": {"type": "integer", "minimum": 1, "maximum": 65535}},
+                            "properties": {
+                                "containerPort": {"type": "integer", "minimum": 1, "maximum": 65535}
+                            },
                         },
                     },
                     "env": {
@@ -59,7 +63,9 @@ POD = {
                                 "valueFrom": {
                                     "type": "object",
                                     "additionalProperties": False,
-                                    "properties": {"fieldRef": {"type": "object", "required": ["fieldPath"]}},
+                                    "properties": {
+                                        "fieldRef": {"type": "object", "required": ["fieldPath"]}
+                                    },
                                 },
                             },
                         },
@@ -75,7 +81,10 @@ POD = {
                     "resources": {
                         "type": "object",
                         "additionalProperties": False,
-                        "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}},
+                        "properties": {
+                            "limits": {"type": "object"},
+                            "requests": {"type": "object"},
+                        },
                     },
                     "volumeMounts": {
                         "type": "array",
@@ -83,7 +92,11 @@ POD = {
                             "type": "object",
                             "additionalProperties": False,
                             "required": ["name", "mountPath"],
-                            "properties": {"name": {"type": "string"}, "mountPath": {"type": "string"}, "readOnly": {"type": "boolean"}},
+                            "properties": {
+                                "name": {"type": "string"},
+                                "mountPath": {"type": "string"},
+                                "readOnly": {"type": "boolean"},
+                            },
                         },
                     },
                 },
@@ -150,7 +163,10 @@ SCHEMAS = {
                 "network": {
                     "type": "object",
                     "additionalProperties": False,
-                    "properties": {"enableDNSHostnames": {"type": "boolean"}, "subdomain": {"type": "string"}},
+                    "properties": {
+                        "enableDNSHostnames": {"type": "boolean"},
+                        "subdomain": {"type": "string"},
+                    },
                 },
                 "failurePolicy": {
                     "type": "object",
@@ -166,7 +182,11 @@ SCHEMAS = {
                         "properties": {
                             "name": {"type": "string"},
                             "replicas": {"type": "integer", "minimum": 0},
-                            "template": {"type": "object", "required": ["spec"], "properties": {"spec": JOB}},
+                            "template": {
+                                "type": "object",
+                                "required": ["spec"],
+                                "properties": {"spec": JOB},
+                            },
                         },
                     },
                 },
@@ -227,7 +247,11 @@ SCHEMAS = {
                         "type": "object",
                         "additionalProperties": False,
                         "required": ["port"],
-                        "properties": {"name": {"type": "string"}, "port": {"type": "integer"}, "targetPort": {}},
+                        "properties": {
+                            "name": {"type": "string"},
+                            "port": {"type": "integer"},
+                            "targetPort": {},
+                        },
                     },
                 },
             },
@@ -299,12 +323,21 @@ def test_jobset_processes_agree_with_what_a_pod_detects():
         (container,) = containers(spec)
         env = {e["name"]: e.get("value", "") for e in container["env"]}
         args = parse(job["name"], container["args"])
-        found = detect(argparse.Namespace(coordinator=None, num_processes=None, process_id=None), {**env, "JOB_COMPLETION_INDEX": "1"})
-        assert found["num_processes"] == spec["completions"] == spec["parallelism"] and found["process_id"] == 1
+        found = detect(
+            argparse.Namespace(coordinator=None, num_processes=None, process_id=None),
+            {**env, "JOB_COMPLETION_INDEX": "1"},
+        )
+        assert (
+            found["num_processes"] == spec["completions"] == spec["parallelism"]
+            and found["process_id"] == 1
+        )
         assert found["coordinator_address"].startswith(
             f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['spec']['network']['subdomain']}:"
         )
-        assert args.data_parallel_size == spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
+        assert (
+            args.data_parallel_size
+            == spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
+        )
 
 
 @pytest.mark.parametrize("script", ["launch/examples/slurm.sbatch", "examples/pd_two_jobs.sh"])
@@ -316,7 +349,11 @@ def test_scripts_parse(script):
 def test_scripts_use_flags_that_exist(script):
     text = (ROOT / script).read_text().replace("\\\n", " ")
     known = " ".join(p.format_help() for p in map(_parser, ("router", "prompt", "completion")))
-    commands = re.findall(r"(?:deepinfer_jax\.launch\.\w+|^launch \w+|^  \"\$\{COMMON|^COMMON=|^SIZES=).*", text, re.MULTILINE)
+    commands = re.findall(
+        r"(?:deepinfer_jax\.launch\.\w+|^launch \w+|^  \"\$\{COMMON|^COMMON=|^SIZES=).*",
+        text,
+        re.MULTILINE,
+    )
     flags = {f for c in commands for f in re.findall(r"--[a-z-]+", c)}
     assert flags and all(f in known for f in flags), {f for f in flags if f not in known}
 

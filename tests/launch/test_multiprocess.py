@@ -5,10 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 import network
+import pytest
 from deployment import Deployment
 from engine_cases import GREEDY, Golden
 from equal_tokens import start_pd
@@ -17,7 +15,12 @@ from deepinfer_jax import LLM
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 MOE = Golden("deepseek_v3")
-EIGHT_RANKS = {"cpu_devices": 4, "data_parallel_size": 8, "expert_parallel_size": 8, "max_num_seqs": 4}
+EIGHT_RANKS = {
+    "cpu_devices": 4,
+    "data_parallel_size": 8,
+    "expert_parallel_size": 8,
+    "max_num_seqs": 4,
+}
 BLOCKS = {0: {"num_blocks": 80}, 1: {"num_blocks": 64}}
 
 
@@ -58,8 +61,13 @@ def the_job_ends_with_one_of_its_processes_and_comes_back(d):
     assert d.processes["N.0"].wait() in (1, 3)
     start = time.monotonic()
     with LLM(router=d.address) as llm:
-        out = llm.generate(prompt_token_ids=MOE.prompts[0], sampling_params=GREEDY, use_tqdm=False)[0].outputs[0]
-    assert out.stop_reason == "no normal engine has been there for 3.0 s" and time.monotonic() - start < 10
+        out = llm.generate(prompt_token_ids=MOE.prompts[0], sampling_params=GREEDY, use_tqdm=False)[
+            0
+        ].outputs[0]
+    assert (
+        out.stop_reason == "no normal engine has been there for 3.0 s"
+        and time.monotonic() - start < 10
+    )
     d.processes["N.0"].start(), d.processes["N.1"].start()
     d.wait_for_engines("N.0", "N.1", timeout=150)
     assert generate(d, MOE.prompts) == MOE.greedy
@@ -78,9 +86,27 @@ def test_jobs_of_one_and_two_processes_of_either_role_with_different_meshes(tmp_
         assert all(e["steps"] > 0 for e in d.status()["engines"])
 
 
-@pytest.mark.skipif(network.why_not() is not None, reason="this machine does not allow network namespaces")
+@pytest.mark.skipif(
+    network.why_not() is not None, reason="this machine does not allow network namespaces"
+)
 def test_a_network_that_drops_packets_under_load():
-    options = ["--engines", "P0", "C0", "C1", "--faults", "cut:C0", "--seconds", "4", "--peer-timeout", "2"]
-    done = subprocess.run([sys.executable, HELPERS / "process_faults.py", *options], capture_output=True, text=True, timeout=200)
+    options = [
+        "--engines",
+        "P0",
+        "C0",
+        "C1",
+        "--faults",
+        "cut:C0",
+        "--seconds",
+        "4",
+        "--peer-timeout",
+        "2",
+    ]
+    done = subprocess.run(
+        [sys.executable, HELPERS / "process_faults.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     print(done.stdout)

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from paged_driver import GOLDEN, PagedDriver, golden_prompts
 from safetensors.numpy import load_file
-from tokenizers import SentencePieceBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    SentencePieceBPETokenizer,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
 
 from deepinfer_jax.models.gguf import unpermute
 from deepinfer_jax.models.gguf_cache import cached_folder
@@ -21,10 +28,18 @@ from deepinfer_jax.models.loading import load_generation_config, load_hf_config,
 from deepinfer_jax.models.resolve import resolve_model_path
 
 NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 GLOBALS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -35,23 +50,42 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's row order of q and k for the llama architecture."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
 def byte_level_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(["the quick brown fox 1234 jumps over the lazy dog, don't it?"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox 1234 jumps over the lazy dog, don't it?"] * 4, trainer
+    )
     return tokenizer
 
 
-def write_gguf(path: Path, fixture: str, *, arch: str = "llama", extra=lambda writer: None, tokenizer: Tokenizer | None = None) -> None:
+def write_gguf(
+    path: Path,
+    fixture: str,
+    *,
+    arch: str = "llama",
+    extra=lambda writer: None,
+    tokenizer: Tokenizer | None = None,
+) -> None:
     config = json.loads((GOLDEN / fixture / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -103,25 +137,52 @@ def test_converted_model_has_the_reference_logits(tmp_path: Path, fixture: str, 
     write_gguf(tmp_path / "m.gguf", fixture, arch=arch)
     case = golden_prompts(fixture)[1 if fixture == "llama" else 0]
     driver = PagedDriver(load_model(tmp_path / "m.gguf", dtype="float32"))
-    np.testing.assert_allclose(driver.prefill({0: case["prompt"]})[0], case["logits"], atol=2e-4, rtol=0)
+    np.testing.assert_allclose(
+        driver.prefill({0: case["prompt"]})[0], case["logits"], atol=2e-4, rtol=0
+    )
 
 
 def test_config_and_generation_config(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama")
-    config, reference = load_hf_config(tmp_path / "m.gguf"), json.loads((GOLDEN / "llama" / "config.json").read_text())
+    config, reference = (
+        load_hf_config(tmp_path / "m.gguf"),
+        json.loads((GOLDEN / "llama" / "config.json").read_text()),
+    )
     for key in (
-        "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
-    ):  # fmt: skip
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+    ):
         assert config[key] == reference[key], key
-    assert load_generation_config(tmp_path / "m.gguf") == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    assert load_generation_config(tmp_path / "m.gguf") == {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
 
 
 def test_llama3_rope_is_recovered_from_its_divisors(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama_rope3", extra=llama3_freqs)
     rope = load_hf_config(tmp_path / "m.gguf")["rope_parameters"]
-    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
-    write_gguf(tmp_path / "n.gguf", "llama_rope3", extra=lambda w: w.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)))
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == (
+        "llama3",
+        8.0,
+        8192,
+    )
+    write_gguf(
+        tmp_path / "n.gguf",
+        "llama_rope3",
+        extra=lambda w: w.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)),
+    )
     with pytest.raises(ValueError, match="rope_freqs"):
         load_hf_config(tmp_path / "n.gguf")
 
@@ -135,19 +196,31 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
         assert rebuilt.encode(text).ids == original.encode(text).ids
         assert rebuilt.decode(rebuilt.encode(text).ids, skip_special_tokens=False) == text
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == ("<s>", "</s>", False)
+    assert (config["bos_token"], config["eos_token"], config["add_bos_token"]) == (
+        "<s>",
+        "</s>",
+        False,
+    )
     assert config["chat_template"] == "{{ messages[0].content }}"
 
 
 def test_sentencepiece_scores_become_merges() -> None:
-    """A BPE trained with merges, exported as SentencePiece scores (minus the merge's rank), encodes the same afterwards."""
-    corpus = ["the quick brown fox jumps over the lazy dog", "then the other fox jumped there too, didn't it?"] * 4
+    """A BPE trained with merges, exported as SentencePiece scores (minus the merge's rank), encodes
+    the same afterwards."""
+    corpus = [
+        "the quick brown fox jumps over the lazy dog",
+        "then the other fox jumped there too, didn't it?",
+    ] * 4
     trained = SentencePieceBPETokenizer()
-    trained.train_from_iterator(corpus, vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    trained.train_from_iterator(
+        corpus, vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
     state = json.loads(trained.to_str())["model"]
     rank = {"".join(merge): i for i, merge in enumerate(state["merges"])}
     size = len(state["vocab"])
-    tokens = sorted(state["vocab"], key=state["vocab"].get) + [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = sorted(state["vocab"], key=state["vocab"].get) + [
+        f"<0x{byte:02X}>" for byte in range(256)
+    ]
     fields = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
@@ -167,7 +240,14 @@ def test_sentencepiece_scores_become_merges() -> None:
 def test_unsupported_tokenizers_are_named() -> None:
     for fields, match in (
         ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": []}, "'bert'"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "falcon", "tokenizer.ggml.tokens": []}, "'falcon'"),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": "falcon",
+                "tokenizer.ggml.tokens": [],
+            },
+            "'falcon'",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             build_tokenizer(lambda key, default=None, fields=fields: fields.get(key, default))
@@ -177,7 +257,11 @@ def test_unsupported_files_are_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", "llama", arch="gptneox")
     with pytest.raises(ValueError, match="architecture 'gptneox'"):
         load_hf_config(tmp_path / "a.gguf")
-    write_gguf(tmp_path / "b.gguf", "llama", extra=lambda w: w.add_tensor("blk.0.strange.weight", np.ones(4, np.float32)))
+    write_gguf(
+        tmp_path / "b.gguf",
+        "llama",
+        extra=lambda w: w.add_tensor("blk.0.strange.weight", np.ones(4, np.float32)),
+    )
     with pytest.raises(ValueError, match=r"blk\.0\.strange\.weight"):
         load_hf_config(tmp_path / "b.gguf")
     write_gguf(tmp_path / "c.gguf", "llama", extra=lambda w: w.add_expert_count(4))

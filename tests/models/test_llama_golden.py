@@ -1,4 +1,5 @@
-"""Dense models against logits and greedy tokens of Hugging Face transformers (tests/golden/make_golden.py)."""
+"""Dense models against logits and greedy tokens of Hugging Face transformers
+(tests/golden/make_golden.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from paged_driver import GOLDEN, PagedDriver, check_against_golden, golden_promp
 from deepinfer_jax.models.loading import load_model
 
 FIXTURES = sorted(
-    p.parent.name for p in GOLDEN.glob("*/golden.npz") if p.parent.name.startswith(("llama", "qwen2", "qwen3_dense", "mistral"))
+    p.parent.name
+    for p in GOLDEN.glob("*/golden.npz")
+    if p.parent.name.startswith(("llama", "qwen2", "qwen3_dense", "mistral"))
 )
 
 
@@ -26,7 +29,9 @@ def test_chunked_prefill(chunk: int, block_size: int) -> None:
 def test_a_prompt_alone_equals_the_batch() -> None:
     case = golden_prompts("llama")[2]
     driver = PagedDriver(load_model(GOLDEN / "llama", dtype="float32"))
-    np.testing.assert_allclose(driver.prefill({5: case["prompt"]})[5], case["logits"], atol=2e-4, rtol=0)
+    np.testing.assert_allclose(
+        driver.prefill({5: case["prompt"]})[5], case["logits"], atol=2e-4, rtol=0
+    )
 
 
 def test_decode_logits_equal_prefill_logits() -> None:

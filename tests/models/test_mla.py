@@ -1,4 +1,5 @@
-"""Latent attention: absorbed and expanded prefill, decode and plain per-head attention agree; the form is chosen by the shape."""
+"""Latent attention: absorbed and expanded prefill, decode and plain per-head attention agree; the
+form is chosen by the shape."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ from deepinfer_jax.models.layers.mla import MLAConfig, MLAttention
 from deepinfer_jax.models.layers.rope import RopeConfig, rope_cos_sin
 
 HIDDEN, BLOCKS = 24, 40
-YARN = RopeConfig(8, rope_type="yarn", factor=4.0, original_max_position=32, mscale=1.0, mscale_all_dim=0.7)
-BASE = MLAConfig(num_heads=4, q_rank=12, kv_rank=16, nope_dim=6, rope_dim=8, v_dim=10, rope=RopeConfig(8))
+YARN = RopeConfig(
+    8, rope_type="yarn", factor=4.0, original_max_position=32, mscale=1.0, mscale_all_dim=0.7
+)
+BASE = MLAConfig(
+    num_heads=4, q_rank=12, kv_rank=16, nope_dim=6, rope_dim=8, v_dim=10, rope=RopeConfig(8)
+)
 CONFIGS = {
     "v3": BASE,
     "lite": dataclasses.replace(BASE, q_rank=None),
@@ -29,7 +34,9 @@ def layer(config: MLAConfig, seed: int = 0) -> MLAttention:
     module = MLAttention(HIDDEN, config, dtype=jnp.float32)
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(module)
-    state = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / np.sqrt(a.shape[-1]), a.dtype), state)
+    state = jax.tree.map(
+        lambda a: jnp.asarray(rng.normal(size=a.shape) / np.sqrt(a.shape[-1]), a.dtype), state
+    )
     return nnx.merge(graphdef, state)
 
 
@@ -45,15 +52,22 @@ def rotate(x, position, c: MLAConfig):
 
 
 def reference(m: MLAttention, x: np.ndarray) -> np.ndarray:
-    """One sequence x [T, hidden] in float64, head by head, keys and values written out as in the paper."""
+    """One sequence x [T, hidden] in float64, head by head, keys and values written out as in the
+    paper."""
     c, w = m.config, lambda p: np.asarray(p[...], np.float64)
     norm = lambda h, n: h / np.sqrt((h * h).mean(-1, keepdims=True) + n.eps) * w(n.weight)  # noqa: E731
     linear = lambda h, lin: h @ w(lin.kernel).T + (0 if lin.bias is None else w(lin.bias))  # noqa: E731
-    q = linear(x if c.q_rank is None else norm(linear(x, m.q_a), m.q_norm), m.q_b).reshape(len(x), c.num_heads, -1)
+    q = linear(x if c.q_rank is None else norm(linear(x, m.q_a), m.q_norm), m.q_b).reshape(
+        len(x), c.num_heads, -1
+    )
     kv = linear(x, m.kv_a)
     latent = norm(kv[:, : c.kv_rank], m.kv_norm)
     k_rope = np.stack([rotate(r, t, c) for t, r in enumerate(kv[:, c.kv_rank :])])
-    factor = 1.0 if c.rope.rope_type == "default" else (0.1 * c.rope.mscale_all_dim * np.log(c.rope.factor) + 1) ** 2
+    factor = (
+        1.0
+        if c.rope.rope_type == "default"
+        else (0.1 * c.rope.mscale_all_dim * np.log(c.rope.factor) + 1) ** 2
+    )
     out = np.zeros((len(x), c.num_heads, c.v_dim))
     for t, h in np.ndindex(len(x), c.num_heads):
         query = np.concatenate([q[t, h, : c.nope_dim], rotate(q[t, h, c.nope_dim :], t, c)])
@@ -70,19 +84,29 @@ def attend(m: MLAttention, x, pool, batch):
 
 
 def run(m: MLAttention, sequences: list[np.ndarray]):
-    """Two prefill chunks and one decode step of each sequence; returns what each row gave, sequence by sequence."""
+    """Two prefill chunks and one decode step of each sequence; returns what each row gave, sequence
+    by sequence."""
     rank, pool = Rank(pages=4), jnp.full((BLOCKS, BLOCK, 1, m.config.entry_dim), jnp.nan)
     out = [[] for _ in sequences]
     for first, last in ((0, 9), (9, -1)):
         parts = [s[first:last] for s in sequences]
-        batch = build_batch(rank, [(i, np.zeros(len(p), np.int32)) for i, p in enumerate(parts)], 48, 3, BLOCKS)
+        batch = build_batch(
+            rank, [(i, np.zeros(len(p), np.int32)) for i, p in enumerate(parts)], 48, 3, BLOCKS
+        )
         x = np.zeros((48, HIDDEN))
         x[: sum(map(len, parts))] = np.concatenate(parts)
         y, pool = attend(m, x, pool, batch)
         for i, part in enumerate(np.split(np.asarray(y), np.cumsum([len(p) for p in parts]))[:-1]):
             out[i] += list(part)
-    batch = build_batch(rank, [(i, np.zeros(1, np.int32)) for i in range(len(sequences))], 3, 3, BLOCKS, decode=True)
-    y, pool = attend(m, np.stack([s[-1] for s in sequences] + [np.zeros(HIDDEN)] * (3 - len(sequences))), pool, batch)
+    batch = build_batch(
+        rank, [(i, np.zeros(1, np.int32)) for i in range(len(sequences))], 3, 3, BLOCKS, decode=True
+    )
+    y, pool = attend(
+        m,
+        np.stack([s[-1] for s in sequences] + [np.zeros(HIDDEN)] * (3 - len(sequences))),
+        pool,
+        batch,
+    )
     return [np.array([*rows, y[i]]) for i, rows in enumerate(out)], pool
 
 
@@ -110,7 +134,9 @@ def test_auto_expands_when_enough_rows_share_the_expansion():
     v3 = MLAConfig(128, 1536, 512, 128, 64, 128, RopeConfig(64))
     assert v3.expands(tokens=4096, sequences=1, keys=4096)
     assert not v3.expands(tokens=64, sequences=1, keys=4096)
-    assert v3.expands(tokens=256, sequences=4, keys=64), "without a prefix there is no more to expand than to absorb"
+    assert v3.expands(tokens=256, sequences=4, keys=64), (
+        "without a prefix there is no more to expand than to absorb"
+    )
     assert not v3.expands(tokens=4096, sequences=64, keys=4096), "few rows per sequence"
     assert not dataclasses.replace(v3, prefill="absorbed").expands(4096, 1, 4096)
     assert v3.head_groups(128, keys=4096, itemsize=2) == 1

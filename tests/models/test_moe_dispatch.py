@@ -1,6 +1,7 @@
 """Dispatch, local experts and combine against a dense einsum over all experts, on eight devices.
 
-XLA:CPU has no ragged all-to-all, so the ragged path runs here on an all-gather that follows the operation's documented semantics.
+XLA:CPU has no ragged all-to-all, so the ragged path runs here on an all-gather that follows the
+operation's documented semantics.
 """
 
 from __future__ import annotations
@@ -25,11 +26,21 @@ from deepinfer_jax.models.layers.placement import make_placement, physical_ids
 D, INNER, ROWS = 8, 4, 6
 
 
-def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    every = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+def emulated_ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    every = [
+        jax.lax.all_gather(a, axis_name)
+        for a in (operand, input_offsets, send_sizes, output_offsets)
+    ]
     me = jax.lax.axis_index(axis_name)
     for source in range(every[0].shape[0]):
-        data, start, size, at = every[0][source], every[1][source, me], every[2][source, me], every[3][source, me]
+        data, start, size, at = (
+            every[0][source],
+            every[1][source, me],
+            every[2][source, me],
+            every[3][source, me],
+        )
         row = jnp.arange(output.shape[0])
         taken = jnp.take(data, jnp.clip(row - at + start, 0, data.shape[0] - 1), axis=0)
         output = jnp.where(((row >= at) & (row < at + size))[:, None], taken, output)
@@ -49,17 +60,36 @@ def dense(x, experts, weights, gate_up, down):
 
 @functools.cache
 def program(replicas: int, ep: int, physical: int, k: int, options: MoeOptions):
-    mesh = jax.make_mesh((replicas, ep), ("replica", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (replicas, ep), ("replica", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     axes = ParallelAxes(dp=replicas * ep, ep=ep)
 
     def step(x, experts, weights, gate_up, down, l2p, count):
         ids = physical_ids(experts, l2p, count, jax.lax.axis_index("ep"))
-        compute = lambda rows, i, w: apply_experts(rows, i, w, gate_up, down, None, options.rows_per_pass)  # noqa: E731
-        run = functools.partial(expert_parallel, axes=axes, per_rank=physical // ep, options=options, meanwhile=lambda: 2 * x)
+
+        def compute(rows, i, w):
+            return apply_experts(rows, i, w, gate_up, down, None, options.rows_per_pass)
+
+        run = functools.partial(
+            expert_parallel,
+            axes=axes,
+            per_rank=physical // ep,
+            options=options,
+            meanwhile=lambda: 2 * x,
+        )
         return run(x, ids, weights, compute)
 
     dp, over = P(("replica", "ep")), P("ep")
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(dp, dp, dp, over, over, P(), P()), out_specs=(dp, dp), check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(dp, dp, dp, over, over, P(), P()),
+            out_specs=(dp, dp),
+            check_vma=False,
+        )
+    )
 
 
 def check(replicas, ep, p2l, num_experts, experts, options, seed=0):
@@ -67,11 +97,18 @@ def check(replicas, ep, p2l, num_experts, experts, options, seed=0):
     rng, physical, k = np.random.default_rng(seed), len(p2l), experts.shape[1]
     n = replicas * ep * ROWS
     x, weights = rng.normal(size=(n, D)).astype(np.float32), rng.random((n, k)).astype(np.float32)
-    gate_up, down = rng.normal(size=(num_experts, 2 * INNER, D)), rng.normal(size=(num_experts, D, INNER))
+    gate_up, down = (
+        rng.normal(size=(num_experts, 2 * INNER, D)),
+        rng.normal(size=(num_experts, D, INNER)),
+    )
     tables = make_placement(p2l, num_experts)
     args = (x, experts, weights, gate_up[p2l].astype(np.float32), down[p2l].astype(np.float32))
-    got, other = program(replicas, ep, physical, k, options)(*args, tables.logical_to_physical, tables.replica_count)
-    np.testing.assert_allclose(got, dense(x.astype(np.float64), experts, weights, gate_up, down), atol=2e-4)
+    got, other = program(replicas, ep, physical, k, options)(
+        *args, tables.logical_to_physical, tables.replica_count
+    )
+    np.testing.assert_allclose(
+        got, dense(x.astype(np.float64), experts, weights, gate_up, down), atol=2e-4
+    )
     np.testing.assert_array_equal(other, 2 * x)
 
 
@@ -129,7 +166,14 @@ def test_any_routing_on_any_mesh_equals_the_dense_sum(seed, kind, mesh, num_expe
     rng = np.random.default_rng(seed)
     extra = rng.integers(num_experts, size=16 - num_experts)
     p2l = rng.permutation(np.concatenate([np.arange(num_experts), extra]))
-    check(*mesh, p2l, num_experts, routing(kind, mesh[0] * mesh[1] * ROWS, num_experts, 3, rng), OPTIONS[option], seed)
+    check(
+        *mesh,
+        p2l,
+        num_experts,
+        routing(kind, mesh[0] * mesh[1] * ROWS, num_experts, 3, rng),
+        OPTIONS[option],
+        seed,
+    )
 
 
 def test_more_choices_than_ranks_still_sends_each_row_once_per_rank():
@@ -156,7 +200,13 @@ def test_ragged_needs_its_flag():
 
 
 @pytest.mark.parametrize(
-    "args", [{"dispatch": "other"}, {"capacity_factor": 0.0}, {"capacity_factor": 1.0, "dispatch": "ragged"}, {"extra_experts": -1}]
+    "args",
+    [
+        {"dispatch": "other"},
+        {"capacity_factor": 0.0},
+        {"capacity_factor": 1.0, "dispatch": "ragged"},
+        {"extra_experts": -1},
+    ],
 )
 def test_impossible_options_are_refused(args):
     with pytest.raises(ValueError):

@@ -1,4 +1,5 @@
-"""DeepSeek and Qwen3-MoE against Hugging Face's logits and greedy tokens, on one device and on meshes of eight.
+"""DeepSeek and Qwen3-MoE against Hugging Face's logits and greedy tokens, on one device and on
+meshes of eight.
 
 The fixtures are made by tests/golden/make_golden.py and make_golden_moe.py.
 """
@@ -27,19 +28,26 @@ TOLERANCE = 5e-4
 def golden(name: str) -> list[dict[str, np.ndarray]]:
     with np.load(GOLDEN / name / "golden.npz") as z:
         count = sum(key.startswith("prompt_") for key in z)
-        return [{key: z[f"{key}_{i}"] for key in ("prompt", "logits", "greedy")} for i in range(count)]
+        return [
+            {key: z[f"{key}_{i}"] for key in ("prompt", "logits", "greedy")} for i in range(count)
+        ]
 
 
-def driver(name: str, dp: int = 1, ep: int = 1, tp: int = 1, options: MoeOptions | None = None, **overrides):
+def driver(
+    name: str, dp: int = 1, ep: int = 1, tp: int = 1, options: MoeOptions | None = None, **overrides
+):
     axes = ParallelAxes(dp=dp, ep=ep, tp=tp)
     mesh = step_batches.make_mesh(axes)
     overrides |= {} if options is None else {"moe": options}
-    loaded = load_model(GOLDEN / name, dtype="float32", mesh=mesh, axes=axes, config_overrides=overrides)
+    loaded = load_model(
+        GOLDEN / name, dtype="float32", mesh=mesh, axes=axes, config_overrides=overrides
+    )
     return step_batches.Driver(loaded, axes, mesh, num_blocks=48)
 
 
 def spread(cases: list, dp: int) -> list[list[int]]:
-    """Which prompts each rank has: uneven, with ranks that have none, and one prompt on several ranks when there are many."""
+    """Which prompts each rank has: uneven, with ranks that have none, and one prompt on several
+    ranks when there are many."""
     ranks = [[] for _ in range(dp)]
     for i in range(len(cases)):
         ranks[(i * i) % dp].append(i)
@@ -49,7 +57,8 @@ def spread(cases: list, dp: int) -> list[list[int]]:
 
 
 def run(d, cases: list, ranks: list[list[int]], steps: int) -> None:
-    """Prefills every rank's prompts in one packed step, then decodes greedily; checks logits and tokens on the way."""
+    """Prefills every rank's prompts in one packed step, then decodes greedily; checks logits and
+    tokens on the way."""
     rows = max(sum(len(cases[i]["prompt"]) for i in own) for own in ranks) + 3
     seqs = max(map(len, ranks)) + 1
     logits = d.step([[(i, cases[i]["prompt"]) for i in own] for own in ranks], rows, seqs)
@@ -68,7 +77,10 @@ def run(d, cases: list, ranks: list[list[int]], steps: int) -> None:
                 assert token == cases[i]["greedy"][step], f"prompt {i}, token {step}"
         work = [[(i, np.array([t], np.int32)) for i, t in tokens.items()] for tokens in last]
         logits = d.step(work, seqs, seqs, decode=True)
-        last = [{i: int(out[s].argmax()) for s, i in enumerate(tokens)} for out, tokens in zip(logits, last, strict=True)]
+        last = [
+            {i: int(out[s].argmax()) for s, i in enumerate(tokens)}
+            for out, tokens in zip(logits, last, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("name", LARGE + SMALL)
@@ -79,7 +91,10 @@ def test_one_device(name):
     assert d.traces == 2, "one program for prefill, one for decode"
 
 
-@pytest.mark.parametrize(("name", "dp", "ep"), [(n, *m) for n in LARGE for m in (MESHES[-1:] if n.endswith("yarn") else MESHES)])
+@pytest.mark.parametrize(
+    ("name", "dp", "ep"),
+    [(n, *m) for n in LARGE for m in (MESHES[-1:] if n.endswith("yarn") else MESHES)],
+)
 def test_meshes_with_uneven_loads_and_idle_ranks(name, dp, ep):
     cases = golden(name)
     run(driver(name, dp, ep), cases, spread(cases, dp), 6)
@@ -96,7 +111,9 @@ def test_experts_that_do_not_divide_by_the_ranks(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 @pytest.mark.parametrize(
-    "options", [MoeOptions(extra_experts=8), MoeOptions(capacity_factor=0.5, extra_experts=3)], ids=["twice", "small-cap"]
+    "options",
+    [MoeOptions(extra_experts=8), MoeOptions(capacity_factor=0.5, extra_experts=3)],
+    ids=["twice", "small-cap"],
 )
 def test_replicas_do_not_change_the_output(name, options):
     cases = golden(name)
@@ -117,7 +134,9 @@ def test_rearranging_experts_compiles_nothing_and_changes_nothing():
         for key, value in mlp["experts"].items():
             mlp["experts"][key] = jax.device_put(np.asarray(value)[slot_of], value.sharding)
         for key, value in mlp["placement"].items():
-            mlp["placement"][key] = jax.device_put(getattr(make_placement(new, 8), key), value.sharding)
+            mlp["placement"][key] = jax.device_put(
+                getattr(make_placement(new, 8), key), value.sharding
+            )
     for rank in d.ranks:
         rank.lens.clear(), rank.tables.clear()
         rank.used = 0
@@ -128,7 +147,9 @@ def test_rearranging_experts_compiles_nothing_and_changes_nothing():
         np.testing.assert_allclose(b[: len(case["prompt"])], case["logits"], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "qwen3_moe", "deepseek_v3_halves"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2_lite", "deepseek_v3", "qwen3_moe", "deepseek_v3_halves"]
+)
 def test_tensor_parallel(name):
     cases = golden(name)
     run(driver(name, 2, 2, tp=2), cases, spread(cases, 2), 3 if name == "deepseek_v3" else 0)
@@ -136,7 +157,8 @@ def test_tensor_parallel(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_groups"])
 def test_chunked_prefill(name):
-    """The second chunk of a prompt attends to the first one's entries; another sequence shares the step."""
+    """The second chunk of a prompt attends to the first one's entries; another sequence shares the
+    step."""
     cases = golden(name)
     d = driver(name)
     long, short = cases[-1], cases[0]
@@ -152,6 +174,10 @@ def test_chunked_prefill(name):
 def test_loads_count_each_ranks_real_tokens():
     cases = golden("deepseek_v3")
     d = driver("deepseek_v3", 4, 2)
-    d.step([[(0, cases[2]["prompt"])], [], [(0, cases[1]["prompt"]), (1, cases[0]["prompt"])], []], 50, 2)
+    d.step(
+        [[(0, cases[2]["prompt"])], [], [(0, cases[1]["prompt"]), (1, cases[0]["prompt"])], []],
+        50,
+        2,
+    )
     assert d.load.shape == (4, 2, 8) and d.load.dtype == np.int32
     np.testing.assert_array_equal(d.load.sum(-1), [[74, 74], [0, 0], [12, 12], [0, 0]])

@@ -1,4 +1,5 @@
-"""Placement tables: shapes fixed by the counts alone, replicas taken in turn, loads counted per logical expert."""
+"""Placement tables: shapes fixed by the counts alone, replicas taken in turn, loads counted per
+logical expert."""
 
 from __future__ import annotations
 
@@ -48,14 +49,22 @@ def test_replicas_are_taken_in_turn_by_rank_and_token():
     tables = make_placement(np.array([0, 1, 0, 0]), 2)
     experts = np.array([[0, 1]] * 7 + [[-1, 0]], np.int32)
     for rank in (0, 3, 250):
-        got = np.asarray(physical_ids(jnp.asarray(experts), tables.logical_to_physical, tables.replica_count, rank))
-        want = [[[0, 2, 3][(rank + t * 23333) % 3], 1] for t in range(7)] + [[-1, [0, 2, 3][(rank + 7 * 23333) % 3]]]
+        got = np.asarray(
+            physical_ids(
+                jnp.asarray(experts), tables.logical_to_physical, tables.replica_count, rank
+            )
+        )
+        want = [[[0, 2, 3][(rank + t * 23333) % 3], 1] for t in range(7)] + [
+            [-1, [0, 2, 3][(rank + 7 * 23333) % 3]]
+        ]
         assert got.tolist() == want
 
 
 def test_a_permutation_without_replicas():
     tables = make_placement(np.array([2, 0, 1]), 3)
-    got = physical_ids(jnp.array([[0, 1, 2], [-1, 2, -1]]), tables.logical_to_physical, tables.replica_count, 5)
+    got = physical_ids(
+        jnp.array([[0, 1, 2], [-1, 2, -1]]), tables.logical_to_physical, tables.replica_count, 5
+    )
     assert got.tolist() == [[1, 2, 0], [-1, 0, -1]]
 
 

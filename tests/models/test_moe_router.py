@@ -12,7 +12,11 @@ def reference(logits, bias, c: RouterConfig):
     """One row at a time, sorting with explicit (score, id) keys."""
     rows = []
     for row in np.asarray(logits, np.float64):
-        scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum() if c.scoring == "softmax" else 1 / (1 + np.exp(-row))
+        scores = (
+            np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            if c.scoring == "softmax"
+            else 1 / (1 + np.exp(-row))
+        )
         choice = scores + (0 if bias is None else np.asarray(bias, np.float64))
         size = c.num_experts // c.num_groups
         if c.topk_groups < c.num_groups:
@@ -42,7 +46,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.scoring}-{c.num_groups}-{c.normalize}-{c.top_k}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda c: f"{c.scoring}-{c.num_groups}-{c.normalize}-{c.top_k}"
+)
 def test_matches_the_reference(config):
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(64, 16)).astype(np.float32)

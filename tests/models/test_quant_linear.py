@@ -1,4 +1,5 @@
-"""Quantised linear layers: the matmul equals the dequantised float one, storage is as documented, whole models stay close."""
+"""Quantised linear layers: the matmul equals the dequantised float one, storage is as documented,
+whole models stay close."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def numpy_dequantize(name: str, parts: list[np.ndarray]) -> np.ndarray:
         return q.astype(np.float64) * scale[:, None]
     if name == "fp8":
         q, scale = parts
-        return q.astype(np.float64) * np.kron(scale, np.ones((128, 128)))[: q.shape[0], : q.shape[1]]
+        return (
+            q.astype(np.float64) * np.kron(scale, np.ones((128, 128)))[: q.shape[0], : q.shape[1]]
+        )
     q, group, scale = parts
     n, k = q.shape[0], 2 * q.shape[1]
     w = np.empty((n, k))
@@ -50,9 +53,13 @@ def numpy_dequantize(name: str, parts: list[np.ndarray]) -> np.ndarray:
 def test_storage_and_error(name: str) -> None:
     w, fmt = weights(), quant_format(name)
     parts = fmt.quantize(w)
-    assert [(p.shape, p.dtype) for p in parts] == [(s, np.dtype(d)) for s, d in fmt.storage(*w.shape)]
+    assert [(p.shape, p.dtype) for p in parts] == [
+        (s, np.dtype(d)) for s, d in fmt.storage(*w.shape)
+    ]
     expected = numpy_dequantize(name, parts)
-    np.testing.assert_allclose(fmt.dequantize(jnp.float32, *map(jnp.asarray, parts)), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        fmt.dequantize(jnp.float32, *map(jnp.asarray, parts)), expected, rtol=1e-6
+    )
     error = np.sqrt(np.mean(((expected - w) / w.std(axis=1, keepdims=True)) ** 2))
     assert error < WEIGHT_ERROR[name]
 
@@ -61,7 +68,9 @@ def test_storage_and_error(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 32, 130])
 def test_matmul_equals_the_dequantised_one(name: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
-    x = (rng.standard_normal((rows, 256)) * 10.0 ** rng.uniform(-3, 3, (rows, 1))).astype(np.float32)
+    x = (rng.standard_normal((rows, 256)) * 10.0 ** rng.uniform(-3, 3, (rows, 1))).astype(
+        np.float32
+    )
     parts = quant_format(name).quantize(weights())
     y = np.asarray(jax.jit(quant_format(name).matmul)(x, *map(jnp.asarray, parts)))
     expected = x.astype(np.float64) @ numpy_dequantize(name, parts).T
@@ -72,7 +81,9 @@ def test_matmul_equals_the_dequantised_one(name: str, rows: int) -> None:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_other_platforms_formulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch for accelerators, run on the CPU."""
-    monkeypatch.setattr("deepinfer_jax.models.layers.quant.on_platform", lambda cpu, other, *args: other(*args))
+    monkeypatch.setattr(
+        "deepinfer_jax.models.layers.quant.on_platform", lambda cpu, other, *args: other(*args)
+    )
     x = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
     parts = quant_format(name).quantize(weights())
     y = quant_format(name).matmul(jnp.asarray(x), *map(jnp.asarray, parts))
@@ -96,21 +107,32 @@ def test_bfloat16_inputs_keep_their_dtype() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 256)), jnp.bfloat16)
     y = quant_format("int8").matmul(x, *map(jnp.asarray, parts))
     assert y.shape == (2, 3, 192) and y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(y.astype(jnp.float32), np.asarray(x, np.float32) @ numpy_dequantize("int8", parts).T, rtol=0.01, atol=0.5)
+    np.testing.assert_allclose(
+        y.astype(jnp.float32),
+        np.asarray(x, np.float32) @ numpy_dequantize("int8", parts).T,
+        rtol=0.01,
+        atol=0.5,
+    )
 
 
 def test_digits_restore_float32() -> None:
     x = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
     digits, step = int8_digits(jnp.asarray(x))
-    values = sum(np.asarray(digits[i], np.float64) * 254.0**-i for i in range(3)) * np.asarray(step, np.float64)
+    values = sum(np.asarray(digits[i], np.float64) * 254.0**-i for i in range(3)) * np.asarray(
+        step, np.float64
+    )
     np.testing.assert_allclose(values, x, atol=np.abs(x).max() * 2e-7)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_model_size(name: str) -> None:
     linear = nnx.eval_shape(lambda: Linear(4096, 4096, dtype=jnp.bfloat16, quant=name))
-    nbytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(nnx.to_pure_dict(nnx.state(linear))))
-    assert nbytes / 4096**2 == pytest.approx({"int8": 1.001, "int4": 0.532, "fp8": 1.0002}[name], rel=1e-3)
+    nbytes = sum(
+        a.size * a.dtype.itemsize for a in jax.tree.leaves(nnx.to_pure_dict(nnx.state(linear)))
+    )
+    assert nbytes / 4096**2 == pytest.approx(
+        {"int8": 1.001, "int4": 0.532, "fp8": 1.0002}[name], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -121,11 +143,16 @@ def test_slices_of_a_parameter_equal_the_whole(name: str) -> None:
         rule = Rule("w", tuple(f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)))
         specs = fmt.storage(128, 128)
         slots = [Slot("w", *specs[0][:1], np.dtype(specs[0][1]), (None, None), "normal", name)]
-        slots += [Slot(f"w{x}", s, np.dtype(d), (None,) * len(s), "ones", None) for x, (s, d) in zip(fmt.suffixes, specs[1:], strict=True)]
+        slots += [
+            Slot(f"w{x}", s, np.dtype(d), (None,) * len(s), "ones", None)
+            for x, (s, d) in zip(fmt.suffixes, specs[1:], strict=True)
+        ]
         job = Materializer(checkpoint, rule, slots, 1)
         whole = job.build([tuple(slice(0, n) for n in slot.shape) for slot in slots])
         if name != "fp8":
-            halves = [(slice(32, 96), *(slice(n // 2, n) for n in slot.shape[1:])) for slot in slots]
+            halves = [
+                (slice(32, 96), *(slice(n // 2, n) for n in slot.shape[1:])) for slot in slots
+            ]
             for part, index, full in zip(job.build(halves), halves, whole, strict=True):
                 np.testing.assert_array_equal(part, full[index])
         source = np.concatenate([checkpoint.read(n).copy() for n in rule.sources])
@@ -146,7 +173,9 @@ def test_dummy_quantised_weights_have_the_usual_size() -> None:
     for name in FORMATS:
         model = load_model(GOLDEN / "llama", dtype="float32", quant=name, load_format="dummy")
         down = model.params["layers"][0]["mlp"]["down"]
-        w = numpy_dequantize(name, [np.asarray(down[f"kernel{s}"]) for s in ("", *quant_format(name).suffixes)])
+        w = numpy_dequantize(
+            name, [np.asarray(down[f"kernel{s}"]) for s in ("", *quant_format(name).suffixes)]
+        )
         assert w.std() == pytest.approx(128**-0.5, rel=0.1), name
 
 
@@ -156,8 +185,21 @@ def test_int4_needs_whole_groups() -> None:
 
 
 def test_fp8_rows_that_cut_blocks_are_fused_first() -> None:
-    """q, k and v of 64, 32 and 32 rows share one 128-row block; a stored fp8 tensor could not be fused so."""
-    layer = load_model(GOLDEN / "llama", dtype="float32", quant="fp8").params["layers"][0]["attn"]["qkv"]
-    plain = load_model(GOLDEN / "llama", dtype="float32").params["layers"][0]["attn"]["qkv"]["kernel"]
-    assert layer["kernel"].dtype == ml_dtypes.float8_e4m3fn and layer["kernel_scale"].shape == (1, 1)
-    np.testing.assert_allclose(np.asarray(layer["kernel"], np.float32) * np.asarray(layer["kernel_scale"]), plain, rtol=0.07, atol=1e-3)
+    """q, k and v of 64, 32 and 32 rows share one 128-row block; a stored fp8 tensor could not be
+    fused so."""
+    layer = load_model(GOLDEN / "llama", dtype="float32", quant="fp8").params["layers"][0]["attn"][
+        "qkv"
+    ]
+    plain = load_model(GOLDEN / "llama", dtype="float32").params["layers"][0]["attn"]["qkv"][
+        "kernel"
+    ]
+    assert layer["kernel"].dtype == ml_dtypes.float8_e4m3fn and layer["kernel_scale"].shape == (
+        1,
+        1,
+    )
+    np.testing.assert_allclose(
+        np.asarray(layer["kernel"], np.float32) * np.asarray(layer["kernel_scale"]),
+        plain,
+        rtol=0.07,
+        atol=1e-3,
+    )

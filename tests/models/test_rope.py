@@ -25,7 +25,9 @@ def test_rotation_of_complex_pairs(interleaved: bool) -> None:
     else:
         expected[..., :4], expected[..., 4:] = turned.real, turned.imag
     cos, sin = rope_cos_sin(RopeConfig(8), jnp.asarray(positions, jnp.int32))
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x, jnp.float32), cos, sin, interleaved), expected, atol=1e-3)
+    np.testing.assert_allclose(
+        apply_rope(jnp.asarray(x, jnp.float32), cos, sin, interleaved), expected, atol=1e-3
+    )
 
 
 def test_channels_past_the_rotated_width_pass() -> None:
@@ -39,21 +41,32 @@ def test_scores_depend_on_distance_only() -> None:
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 64)), jnp.float32) for _ in range(2))
 
     def score(a: int, b: int) -> float:
-        ca, cb = rope_cos_sin(RopeConfig(64), jnp.array([a])), rope_cos_sin(RopeConfig(64), jnp.array([b]))
+        ca, cb = (
+            rope_cos_sin(RopeConfig(64), jnp.array([a])),
+            rope_cos_sin(RopeConfig(64), jnp.array([b])),
+        )
         return float(jnp.vdot(apply_rope(q, *ca), apply_rope(k, *cb)))
 
     assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
 
 
 def test_yarn_scales_as_deepseek_v3_publishes_them() -> None:
-    """factor 40, mscale = mscale_all_dim = 1: cos and sin unscaled, softmax scale times (0.1 ln 40 + 1)^2 = 1.8738542."""
-    rope = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    """factor 40, mscale = mscale_all_dim = 1: cos and sin unscaled, softmax scale times (0.1 ln 40
+    + 1)^2 = 1.8738542."""
+    rope = {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
     config = RopeConfig.from_hf({"rope_theta": 10000, "rope_scaling": rope}, dim=64)
     assert config.cos_sin_scale == 1.0
     assert config.softmax_scale_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
     assert config.softmax_scale_factor == pytest.approx(1.8738542, abs=1e-6)
     ratio = inv_frequencies(RopeConfig(64)) / inv_frequencies(config)
-    # 64 ln(4096 / (2 pi 32)) / (2 ln 10000) = 10.47 and 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51: kept to 10, divided from 23.
+    # 64 ln(4096 / (2 pi 32)) / (2 ln 10000) = 10.47 and 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51:
+    # kept to 10, divided from 23.
     np.testing.assert_allclose(ratio[:11], 1, rtol=1e-5)
     np.testing.assert_allclose(ratio[23:], 40, rtol=1e-5)
     assert np.all(np.diff(ratio[10:24]) > 0)
@@ -67,9 +80,12 @@ def test_yarn_without_mscale_scales_cos_and_sin() -> None:
 
 
 def test_llama3_bands() -> None:
-    """Llama 3.1: wavelengths under 8192 / 4 kept, over 8192 / 1 divided by 8, between blended monotonically."""
+    """Llama 3.1: wavelengths under 8192 / 4 kept, over 8192 / 1 divided by 8, between blended
+    monotonically."""
     plain = inv_frequencies(RopeConfig(128, 500000.0))
-    ratio = plain / inv_frequencies(RopeConfig(128, 500000.0, "llama3", factor=8.0, original_max_position=8192))
+    ratio = plain / inv_frequencies(
+        RopeConfig(128, 500000.0, "llama3", factor=8.0, original_max_position=8192)
+    )
     wavelength = 2 * math.pi / plain
     np.testing.assert_allclose(ratio[wavelength < 2048], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[wavelength > 8192], 8, rtol=1e-6)
@@ -81,7 +97,9 @@ def test_spellings_and_refusals() -> None:
     scaling = {"type": "linear", "factor": 2.0}
     base = {"hidden_size": 64, "num_attention_heads": 4}
     old = RopeConfig.from_hf({**base, "rope_theta": 5.0, "rope_scaling": scaling})
-    new = RopeConfig.from_hf({**base, "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}})
+    new = RopeConfig.from_hf(
+        {**base, "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}}
+    )
     assert old == new and old.dim == 16
     assert RopeConfig.from_hf({**base, "partial_rotary_factor": 0.5}).dim == 8
     for bad, match in (

@@ -1,4 +1,5 @@
-"""Dense models split over tp inside shard_map equal the whole model, also with fewer key/value heads than ranks."""
+"""Dense models split over tp inside shard_map equal the whole model, also with fewer key/value
+heads than ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class MeshDriver(PagedDriver):
         super().__init__(model, block_size=8)
         specs = model.model_class.cache_specs(model.config, self.axes, jnp.dtype("float32"))
         self.caches = {
-            s.name: tuple(jnp.full((self.num_blocks, self.block_size, *s.entry_shape), jnp.nan) for _ in range(s.layers)) for s in specs
+            s.name: tuple(
+                jnp.full((self.num_blocks, self.block_size, *s.entry_shape), jnp.nan)
+                for _ in range(s.layers)
+            )
+            for s in specs
         }
 
     def _run(self, params, caches, batch):
@@ -37,20 +42,33 @@ class MeshDriver(PagedDriver):
 
         heads, whole = PartitionSpec(None, None, "tp"), PartitionSpec()
         specs = (self.model.param_specs, heads, whole)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(whole, heads), check_vma=False)(params, caches, batch)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=specs, out_specs=(whole, heads), check_vma=False
+        )(params, caches, batch)
 
 
 @pytest.mark.parametrize(
     ("name", "tp", "load"),
-    [("llama", 2, {}), ("llama", 4, {}), ("llama_bias", 4, {}), ("qwen3_dense", 2, {}), ("llama", 2, {"quant": "int8"})],
+    [
+        ("llama", 2, {}),
+        ("llama", 4, {}),
+        ("llama_bias", 4, {}),
+        ("qwen3_dense", 2, {}),
+        ("llama", 2, {"quant": "int8"}),
+    ],
 )
 def test_split_model_equals_whole(name: str, tp: int, load: dict) -> None:
     cases = golden_prompts(name)[:2]
-    split, whole = MeshDriver(name, tp, **load), PagedDriver(load_model(GOLDEN / name, dtype="float32", **load), block_size=8)
+    split, whole = (
+        MeshDriver(name, tp, **load),
+        PagedDriver(load_model(GOLDEN / name, dtype="float32", **load), block_size=8),
+    )
     rows = {i: case["prompt"] for i, case in enumerate(cases)}
     ours, expected = split.prefill(rows), whole.prefill(rows)
     for i, case in enumerate(cases):
-        np.testing.assert_allclose(ours[i], expected[i] if load else case["logits"], atol=2e-4, rtol=0)
+        np.testing.assert_allclose(
+            ours[i], expected[i] if load else case["logits"], atol=2e-4, rtol=0
+        )
     steps = {i: int(case["greedy"][0]) for i, case in enumerate(cases)}
     ours, expected = split.decode(steps), whole.decode(steps)
     for i in steps:

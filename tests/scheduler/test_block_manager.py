@@ -59,7 +59,11 @@ def test_a_hash_collision_costs_a_hit_and_never_mixes_prefixes():
     a, b = m.allocate(2).tolist()
     node = m.register(a, "", b"one")
     assert m.register(b, "", b"two") is None  # the bucket is taken
-    assert m.lookup("", b"two") is None and m.lookup(node, b"one") is None and m.lookup("", b"one") == (a, node)
+    assert (
+        m.lookup("", b"two") is None
+        and m.lookup(node, b"one") is None
+        and m.lookup("", b"one") == (a, node)
+    )
     m.unpin(np.array([a, b]))
     m.check_integrity()
 
@@ -151,11 +155,14 @@ def test_state_rows_are_reference_counted_and_row_zero_is_padding():
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Random holders over a small pool; a dict of contents says what every cached block must hold."""
+    """Random holders over a small pool; a dict of contents says what every cached block
+    must hold."""
 
     @initialize(num_blocks=st.integers(1, 8), weak=st.booleans())
     def make(self, num_blocks, weak):
-        self.m = BlockManager(num_blocks, (lambda parent, content: hash((parent, content)) % 3) if weak else None)
+        self.m = BlockManager(
+            num_blocks, (lambda parent, content: hash((parent, content)) % 3) if weak else None
+        )
         self.held: list[list[int]] = []
         self.contents: dict[int, tuple] = {}  # node -> (parent, content)
 

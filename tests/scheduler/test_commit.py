@@ -31,17 +31,27 @@ def generate(seq, tokens, **changes):
 
 def test_eos_stops_without_a_stop_reason():
     seq = generate(make_seq("a", eos_token_ids=(7, 8)), [5, 8, 6])
-    assert (seq.output_token_ids.tolist(), seq.finish_reason, seq.stop_reason) == ([5, 8], "stop", None)
+    assert (seq.output_token_ids.tolist(), seq.finish_reason, seq.stop_reason) == (
+        [5, 8],
+        "stop",
+        None,
+    )
     assert seq.status is SequenceStatus.FINISHED_STOPPED
 
 
 def test_stop_token_is_the_stop_reason():
     seq = generate(make_seq("a", eos_token_ids=(7,), stop_token_ids=(3, 0)), [5, 0, 6])
-    assert (seq.output_token_ids.tolist(), seq.finish_reason, seq.stop_reason) == ([5, 0], "stop", 0)
+    assert (seq.output_token_ids.tolist(), seq.finish_reason, seq.stop_reason) == (
+        [5, 0],
+        "stop",
+        0,
+    )
 
 
 def test_ignore_eos_ignores_eos_ids_but_not_stop_ids():
-    seq = generate(make_seq("a", eos_token_ids=(7,), stop_token_ids=(3,), ignore_eos=True), [7, 7, 3])
+    seq = generate(
+        make_seq("a", eos_token_ids=(7,), stop_token_ids=(3,), ignore_eos=True), [7, 7, 3]
+    )
     assert seq.output_token_ids.tolist() == [7, 7, 3] and seq.stop_reason == 3
 
 
@@ -52,7 +62,11 @@ def test_stop_ids_count_only_from_min_tokens_on():
 
 def test_max_tokens_ends_by_length():
     seq = generate(make_seq("a", max_tokens=3), [5] * 9)
-    assert seq.num_output_tokens == 3 and seq.finish_reason == "length" and seq.status is SequenceStatus.FINISHED_LENGTH
+    assert (
+        seq.num_output_tokens == 3
+        and seq.finish_reason == "length"
+        and seq.status is SequenceStatus.FINISHED_LENGTH
+    )
 
 
 def test_eos_at_the_length_limit_counts_as_stop():
@@ -92,7 +106,11 @@ def test_tokens_behind_a_stop_are_dropped():
     s, out = start(seq, nextn=3)
     feed(s, out, 9)
     processed = feed(s, s.schedule_decode(), 1, 2, 3, 4)
-    assert processed.num_accepted.tolist() == [2] and processed.finished == [seq] and seq.output_token_ids.tolist() == [9, 1, 2]
+    assert (
+        processed.num_accepted.tolist() == [2]
+        and processed.finished == [seq]
+        and seq.output_token_ids.tolist() == [9, 1, 2]
+    )
 
 
 def test_tokens_behind_the_length_limit_are_dropped():
@@ -101,7 +119,11 @@ def test_tokens_behind_the_length_limit_are_dropped():
     second = s.schedule_decode()  # drafts in flight: optimistic
     feed(s, out, 9)
     processed = feed(s, second, 1, 2)
-    assert processed.num_accepted.tolist() == [2] and seq.num_output_tokens == 3 and seq.finish_reason == "length"
+    assert (
+        processed.num_accepted.tolist() == [2]
+        and seq.num_output_tokens == 3
+        and seq.finish_reason == "length"
+    )
 
 
 def test_rows_vary_in_number_of_drafts():
@@ -112,7 +134,9 @@ def test_rows_vary_in_number_of_drafts():
     out = s.schedule_decode()
     names = [seq.request_id for seq in out.seqs]
     s.process_outputs(out, np.array([[1, 2, 3], [4, -1, -1]]), np.array([3, 1]))
-    assert s.get(names[0]).output_token_ids.tolist() == [9, 1, 2, 3] and s.get(names[1]).output_token_ids.tolist() == [9, 4]
+    assert s.get(names[0]).output_token_ids.tolist() == [9, 1, 2, 3] and s.get(
+        names[1]
+    ).output_token_ids.tolist() == [9, 4]
 
 
 @pytest.mark.parametrize("num_new", [[0], [5], [[1]]])
@@ -133,14 +157,21 @@ def test_wrong_shape_is_refused():
 def test_rows_of_unfinished_chunks_are_ignored():
     s, out = start(make_seq("a", 20), chunked_prefill=True, max_num_batched_tokens=8)
     processed = feed(s, out, 9)
-    assert processed.num_accepted.tolist() == [0] and s.get("a").num_tokens == 20 and s.get("a").num_cached == 8
+    assert (
+        processed.num_accepted.tolist() == [0]
+        and s.get("a").num_tokens == 20
+        and s.get("a").num_cached == 8
+    )
 
 
 def test_finish_by_stop_string_and_abort_are_well_defined():
     seq = make_seq("a")
     s, out = start(seq)
     feed(s, out, 9)
-    assert s.finish(seq, SequenceStatus.FINISHED_STOPPED, "stop", "</end>") and seq.stop_reason == "</end>"
+    assert (
+        s.finish(seq, SequenceStatus.FINISHED_STOPPED, "stop", "</end>")
+        and seq.stop_reason == "</end>"
+    )
     assert not s.finish(seq, SequenceStatus.FINISHED_ABORTED) and seq.finish_reason == "stop"
     assert not s.abort("a") and not s.abort("unknown") and not s.abort(0)
     assert s.has_unfinished()  # still to be collected
@@ -161,11 +192,16 @@ def test_long_outputs_survive_the_slot_rows():
     for i in range(300):
         feed(s, out, i % 20 + 2)
         out = s.schedule_decode()
-    assert seq.output_token_ids.tolist() == [i % 20 + 2 for i in range(300)] and seq.finish_reason == "length"
+    assert (
+        seq.output_token_ids.tolist() == [i % 20 + 2 for i in range(300)]
+        and seq.finish_reason == "length"
+    )
 
 
 def test_token_rows_of_any_length_and_offset_lose_nothing(monkeypatch):
-    monkeypatch.setattr(slots, "RECENT_TOKENS", 3)  # rows fill every third step, at different steps per slot
+    monkeypatch.setattr(
+        slots, "RECENT_TOKENS", 3
+    )  # rows fill every third step, at different steps per slot
     d = Driver(small_config(zos=True, nextn=2, num_blocks=100))
     for i in range(8):
         d.schedulers[0].add_request(make_seq(i, 4, max_tokens=30, first=i, ignore_eos=True))

@@ -13,7 +13,8 @@ def commit(s, out, token: int = 9):
 
 
 def running(lengths, **changes) -> Scheduler:
-    """A scheduler with sequences 0, 1, ... running, whose outputs have the given lengths (all > 0), the same prompt length."""
+    """A scheduler with sequences 0, 1, ... running, whose outputs have the given lengths (all > 0),
+    the same prompt length."""
     s = Scheduler(small_config(prefill_attempt_interval=1, **changes))
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         s.add_request(make_seq(i, 3, max_tokens=60))
@@ -51,7 +52,9 @@ def test_rule_1_finished_are_swept_out_of_waiting_wherever_they_stand():
         s.add_request(make_seq(name))
     s.abort("b")
     out = s.schedule_decode()
-    assert [seq.request_id for seq in out.finished] == ["b"] and [seq.request_id for seq in s.waiting] == ["a", "c"]
+    assert [seq.request_id for seq in out.finished] == ["b"] and [
+        seq.request_id for seq in s.waiting
+    ] == ["a", "c"]
     assert s.free_seq(out.finished[0])
     s.check_integrity()
 
@@ -69,7 +72,10 @@ def test_rule_2_prompted_go_first_while_there_are_slots():
 def test_rule_2_fork_clones_its_last_block_unless_it_is_full():
     s = running([3])  # 3 + 3 tokens, 5 with KV: the second block is half written
     source = s.get(0)
-    half, full = s.fork_seq(source, "half"), s.fork_seq(source, "full", num_tokens=5)  # 4 with KV: the first block only
+    half, full = (
+        s.fork_seq(source, "half"),
+        s.fork_seq(source, "full", num_tokens=5),
+    )  # 4 with KV: the first block only
     out = s.schedule_decode()
     assert out.clone_blocks == [(source.block_ids[1], half.block_ids[1])]
     assert full.block_ids[0] == source.block_ids[0] == half.block_ids[0] and full.num_blocks == 2
@@ -105,11 +111,17 @@ def test_rule_2_forks_that_block_each_other_are_preempted_from_the_back():
 
 
 def test_rule_3_longest_output_is_the_one_that_goes_without():
-    s = running([6, 2, 4], num_blocks=6, stop_preempted_request=False)  # KV 8, 4, 6 in 2 + 1 + 2 blocks
+    s = running(
+        [6, 2, 4], num_blocks=6, stop_preempted_request=False
+    )  # KV 8, 4, 6 in 2 + 1 + 2 blocks
     assert s.blocks.num_free == 1
     out = s.schedule_decode()  # 1 and 0 need another block, 1 is served first
     assert [seq.request_id for seq in out.preempted] == [0] and ids(out) == [2, 1]
-    assert s.waiting[0].request_id == 0 and s.get(0).num_output_tokens == 6 and s.get(0).num_cached == 0
+    assert (
+        s.waiting[0].request_id == 0
+        and s.get(0).num_output_tokens == 6
+        and s.get(0).num_cached == 0
+    )
     s.check_integrity()
 
 
@@ -121,13 +133,17 @@ def test_rule_3_the_shortest_is_served_by_preempting_the_longest():
 
 
 def test_rule_3_a_sequence_that_needs_no_block_may_be_the_one_preempted():
-    s = running([5, 2], num_blocks=3, stop_preempted_request=False)  # KV 7 and 4: only the shorter one needs a block
+    s = running(
+        [5, 2], num_blocks=3, stop_preempted_request=False
+    )  # KV 7 and 4: only the shorter one needs a block
     out = s.schedule_decode()
     assert [seq.request_id for seq in out.preempted] == [0] and ids(out) == [1]
 
 
 def test_rule_3_ties_preempt_the_later_admitted():
-    s = running([2, 2, 2], num_blocks=4, stop_preempted_request=False)  # 5 tokens each: KV 4 in one block each, all need a second
+    s = running(
+        [2, 2, 2], num_blocks=4, stop_preempted_request=False
+    )  # 5 tokens each: KV 4 in one block each, all need a second
     out = s.schedule_decode()
     assert [seq.request_id for seq in out.preempted] == [2] and sorted(ids(out)) == [0, 1]
 
@@ -143,8 +159,16 @@ def test_rule_3_stop_preempted_request_finishes_it():
     s = running([6, 2, 4], num_blocks=6)
     out = s.schedule_decode()
     seq = s.get(0)
-    assert seq.status is SequenceStatus.FINISHED_PREEMPTED and seq.finish_reason == "insufficient_system_resource"
-    assert out.preempted == [seq] and out.finished == [seq] and seq.num_blocks == 0 and s.num_waiting == 0
+    assert (
+        seq.status is SequenceStatus.FINISHED_PREEMPTED
+        and seq.finish_reason == "insufficient_system_resource"
+    )
+    assert (
+        out.preempted == [seq]
+        and out.finished == [seq]
+        and seq.num_blocks == 0
+        and s.num_waiting == 0
+    )
     assert s.free_seq(seq)
     s.check_integrity()
 
@@ -156,7 +180,13 @@ def test_rule_3_an_active_grammar_cannot_be_recomputed():
 
 
 def test_rule_3_preempted_ones_go_in_front_of_waiting_but_behind_unfinished_chunks():
-    s = running([6, 2, 4], num_blocks=8, stop_preempted_request=False, chunked_prefill=True, max_num_batched_tokens=8)
+    s = running(
+        [6, 2, 4],
+        num_blocks=8,
+        stop_preempted_request=False,
+        chunked_prefill=True,
+        max_num_batched_tokens=8,
+    )
     s.add_request(make_seq("chunk", 8, chunk_checkpoints=(4,)))
     s.add_request(make_seq("later", 3))
     commit(s, s.schedule_prefill())
@@ -177,14 +207,22 @@ def test_nobody_is_preempted_while_an_ended_sequence_is_about_to_release_enough(
 def test_rule_4_scheduled_are_sorted_by_length_descending():
     s = running([2, 7, 4, 1])
     out = s.schedule_decode()
-    assert ids(out) == [1, 2, 0, 3] and out.kv_lens.tolist() == [10, 7, 5, 4] and out.q_lens.tolist() == [1] * 4
+    assert (
+        ids(out) == [1, 2, 0, 3]
+        and out.kv_lens.tolist() == [10, 7, 5, 4]
+        and out.q_lens.tolist() == [1] * 4
+    )
 
 
 def test_rule_4_q_lens_follow_the_drafts_to_verify():
     s = running([3, 2, 1], nextn=3)
     s.set_num_drafts(np.array([s.get(0).slot, s.get(1).slot]), np.array([0, 2]))
     out = s.schedule_decode()
-    assert ids(out) == [0, 1, 2] and out.q_lens.tolist() == [1, 3, 4] and out.kv_lens.tolist() == [6, 7, 7]
+    assert (
+        ids(out) == [0, 1, 2]
+        and out.q_lens.tolist() == [1, 3, 4]
+        and out.kv_lens.tolist() == [6, 7, 7]
+    )
     with pytest.raises(ValueError, match=r"nextn=3"):
         s.set_num_drafts(np.array([0]), np.array([4]))
 
@@ -203,19 +241,25 @@ def test_preempted_sequence_is_recomputed_to_the_same_text():
         s.add_request(make_seq(i, 6, max_tokens=12, first=i, ignore_eos=True))
     d.run()  # the driver compares every token
     d.assert_clean()
-    assert sum(seq.num_preemptions for seq in d.ended) > 0 and all(seq.num_output_tokens == 12 for seq in d.ended)
+    assert sum(seq.num_preemptions for seq in d.ended) > 0 and all(
+        seq.num_output_tokens == 12 for seq in d.ended
+    )
 
 
 def test_a_sequence_that_outgrows_the_whole_pool_ends_with_what_it_has():
     d = Driver(small_config(num_blocks=3, stop_preempted_request=False))
     d.schedulers[0].add_request(make_seq("a", 6, max_tokens=30))
     d.run()
-    assert d.ended[0].finish_reason == "insufficient_system_resource" and d.ended[0].num_tokens == 13
+    assert (
+        d.ended[0].finish_reason == "insufficient_system_resource" and d.ended[0].num_tokens == 13
+    )
 
 
 def test_empty_decode_is_a_legal_step():
     out = Scheduler(small_config(role=EngineType.COMPLETION)).schedule()
-    assert out.step_type is StepType.DECODE and out.is_empty and out.seqs == [] and out.num_tokens == 0
+    assert (
+        out.step_type is StepType.DECODE and out.is_empty and out.seqs == [] and out.num_tokens == 0
+    )
 
 
 # ---- zero-overhead scheduling
@@ -231,7 +275,11 @@ def test_zos_schedules_ahead_and_drops_surplus():
     third = s.schedule_decode()
     assert third.is_empty and third.finished == [s.get("a")]
     processed = commit(s, second, token=9)
-    assert processed.finished == [] and processed.num_accepted.tolist() == [0] and s.get("a").output_token_ids.tolist() == [9]
+    assert (
+        processed.finished == []
+        and processed.num_accepted.tolist() == [0]
+        and s.get("a").output_token_ids.tolist() == [9]
+    )
     assert s.get("a").num_in_flight == 0
 
 
@@ -268,7 +316,9 @@ def test_zos_sequence_preempted_in_flight_skips_that_result():
     lost = [seq.request_id for out in (following, third) for seq in out.preempted]
     assert lost and lost[0] == 0 and s.get(0).status is SequenceStatus.WAITING
     processed = commit(s, step)
-    assert processed.num_accepted.tolist() == [0 if seq.request_id in lost else 1 for seq in step.seqs]
+    assert processed.num_accepted.tolist() == [
+        0 if seq.request_id in lost else 1 for seq in step.seqs
+    ]
     assert s.get(0).num_output_tokens == 6
     s.check_integrity()
 
@@ -282,7 +332,9 @@ def test_zos_prefill_preempted_in_flight_is_dropped_as_a_whole():
     out = s.schedule_decode()  # 1 needs a block, 0 has the longer output
     assert out.preempted == [s.get(0)]
     assert commit(s, recomputed).num_accepted.tolist() == [0]
-    assert s.get(0).num_output_tokens == 6 and s.get(0).num_cached == 0 and s.get(0).num_in_flight == 0
+    assert (
+        s.get(0).num_output_tokens == 6 and s.get(0).num_cached == 0 and s.get(0).num_in_flight == 0
+    )
 
 
 def test_zos_never_preempts_itself_while_its_token_is_in_flight():

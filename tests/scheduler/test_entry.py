@@ -29,7 +29,12 @@ def test_reserve_holds_slot_and_blocks_and_queues_nothing():
     s = completion()
     seq = make_seq("a", 6)
     assert s.reserve(seq, 7)
-    assert seq.status is SequenceStatus.RESERVED and seq.slot >= 0 and seq.num_blocks == 2 and s.blocks.num_used == 2
+    assert (
+        seq.status is SequenceStatus.RESERVED
+        and seq.slot >= 0
+        and seq.num_blocks == 2
+        and s.blocks.num_used == 2
+    )
     assert not s.has_unfinished() and s.schedule().is_empty
     s.check_integrity()
 
@@ -41,10 +46,16 @@ def test_arrived_kv_is_pure_decode():
     s.enqueue_prompted(seq, [9])
     assert seq.num_cached == 6 and seq.output_token_ids.tolist() == [9]
     out = s.schedule()
-    assert out.admitted == [seq] and out.kv_lens.tolist() == [7] and out.block_updates[2].tolist() == seq.block_ids.tolist()
+    assert (
+        out.admitted == [seq]
+        and out.kv_lens.tolist() == [7]
+        and out.block_updates[2].tolist() == seq.block_ids.tolist()
+    )
     s.process_outputs(out, np.array([4]))
     s.process_outputs(s.schedule(), np.array([5]))
-    assert seq.output_token_ids.tolist() == [9, 4, 5] and seq.finish_reason == "length"  # max_tokens counts the handed-over token
+    assert (
+        seq.output_token_ids.tolist() == [9, 4, 5] and seq.finish_reason == "length"
+    )  # max_tokens counts the handed-over token
 
 
 def test_reserve_is_refused_when_there_is_no_slot_or_no_block():
@@ -56,7 +67,9 @@ def test_reserve_is_refused_when_there_is_no_slot_or_no_block():
     s.check_integrity()
 
 
-@pytest.mark.parametrize(("num_tokens", "words"), [(5, "6 tokens"), (66, "65"), (24, "6 blocks, the pool has 5")])
+@pytest.mark.parametrize(
+    ("num_tokens", "words"), [(5, "6 tokens"), (66, "65"), (24, "6 blocks, the pool has 5")]
+)
 def test_reservation_that_could_never_work_is_an_error(num_tokens, words):
     s = completion(num_blocks=5)
     with pytest.raises(ValueError, match=f"'a'.*{words}"):
@@ -142,7 +155,11 @@ def test_detached_blocks_stay_pinned_until_released():
     seq = prefilled(s)
     blocks = seq.block_ids.tolist()
     s.detach(seq)
-    assert seq.status is SequenceStatus.DETACHED and seq.slot == -1 and seq.block_ids.tolist() == blocks
+    assert (
+        seq.status is SequenceStatus.DETACHED
+        and seq.slot == -1
+        and seq.block_ids.tolist() == blocks
+    )
     assert not s.has_unfinished() and s.slots.num_free == 8 and s.blocks.num_used == 2
     s.check_integrity()
     assert s.release_detached(seq) and not s.release_detached(seq)
@@ -200,7 +217,9 @@ def test_complete_fork_goes_to_prompted_and_shares_full_blocks():
     source = prefilled(s, prompt_len=8)
     fork = s.fork_seq(source, "fork")
     assert fork.status is SequenceStatus.PROMPTED and fork.num_cached == fork.num_tokens - 1 == 8
-    assert fork.block_ids.tolist() == source.block_ids[:2].tolist() and s.blocks.ref_counts[fork.block_ids].tolist() == [2, 2]
+    assert fork.block_ids.tolist() == source.block_ids[:2].tolist() and s.blocks.ref_counts[
+        fork.block_ids
+    ].tolist() == [2, 2]
     s.check_integrity()
 
 
@@ -211,7 +230,12 @@ def test_incomplete_fork_goes_to_the_front_of_waiting():
     s.add_request(make_seq("b"))
     s.process_outputs(s.schedule(), np.array([9]))
     fork = s.fork_seq(source, "fork")
-    assert s.waiting[0] is fork and fork.status is SequenceStatus.WAITING and fork.num_cached == 8 and fork.num_blocks == 2
+    assert (
+        s.waiting[0] is fork
+        and fork.status is SequenceStatus.WAITING
+        and fork.num_cached == 8
+        and fork.num_blocks == 2
+    )
 
 
 def test_fork_with_explicit_blocks():
@@ -233,7 +257,11 @@ def test_fork_may_replace_the_last_token_and_shorten():
     source = prefilled(s, prompt_len=6)
     assert s.fork_seq(source, "f1", replace_last_token_id=3).token_ids.tolist()[-1] == 3
     again = s.fork_seq(source, "f2", num_tokens=6)
-    assert again.num_output_tokens == 0 and again.num_cached == 5 and again.status is SequenceStatus.PROMPTED
+    assert (
+        again.num_output_tokens == 0
+        and again.num_cached == 5
+        and again.status is SequenceStatus.PROMPTED
+    )
     with pytest.raises(ValueError, match=r"'f3'.*\[1, 7\], got 8"):
         s.fork_seq(source, "f3", num_tokens=8)
 

@@ -1,4 +1,5 @@
-"""The invariants of the roles that the scheduler has to keep (section names as in docs/architecture.md)."""
+"""The invariants of the roles that the scheduler has to keep (section names as in
+docs/architecture.md)."""
 
 import numpy as np
 import pytest
@@ -8,14 +9,20 @@ from deepinfer_jax.scheduler import EngineType, Scheduler, SchedulerConfig, Step
 
 
 def test_invariant_1_role_integers_agree_on_both_sides_of_a_wire():
-    assert {role.name: role.value for role in EngineType} == {"NORMAL": 0, "PROMPT": 1, "COMPLETION": 2}
+    assert {role.name: role.value for role in EngineType} == {
+        "NORMAL": 0,
+        "PROMPT": 1,
+        "COMPLETION": 2,
+    }
     assert small_config(role=1).role is EngineType.PROMPT  # an integer from the wire is the role
     with pytest.raises(ValueError, match="3"):
         small_config(role=3)
 
 
 def test_invariant_2_a_prompt_step_is_always_prefill():
-    s = Scheduler(small_config(role=EngineType.PROMPT, chunked_prefill=True, max_num_batched_tokens=8))
+    s = Scheduler(
+        small_config(role=EngineType.PROMPT, chunked_prefill=True, max_num_batched_tokens=8)
+    )
     for i in range(12):
         if i % 3 == 0:
             s.add_request(make_seq(i, 13))
@@ -38,12 +45,20 @@ def test_invariant_3_completion_never_recomputes():
     s.enqueue_prompted(seq, [9])
     s.process_outputs(s.schedule(), np.array([9]))
     out = s.schedule()
-    assert out.preempted == [seq] and seq.is_finished and s.num_waiting == 0 and not s.free_seq(make_seq("b"))
+    assert (
+        out.preempted == [seq]
+        and seq.is_finished
+        and s.num_waiting == 0
+        and not s.free_seq(make_seq("b"))
+    )
     assert s.free_seq(seq) and not s.has_unfinished()
 
 
 def test_invariant_4_completion_refuses_context_parallelism():
-    with pytest.raises(ValueError, match="COMPLETION engine cannot use context parallelism, got context_parallel_size=2"):
+    with pytest.raises(
+        ValueError,
+        match="COMPLETION engine cannot use context parallelism, got context_parallel_size=2",
+    ):
         small_config(role=EngineType.COMPLETION, context_parallel_size=2)
 
 
@@ -60,7 +75,8 @@ def test_invariant_5_a_prompt_sequence_leaves_by_detach_and_its_blocks_stay():
 
 
 def test_invariant_6_copied_state_is_ordered_before_the_step():
-    """A fork's state copy is part of the very next outputs, before any step can move the source's state on."""
+    """A fork's state copy is part of the very next outputs, before any step can move the source's
+    state on."""
     s = Scheduler(small_config(num_state_slots=10))
     seq = make_seq("a", 6)
     s.add_request(seq)
@@ -92,7 +108,11 @@ def test_kv_counter_never_passes_the_tokens():
 
 @pytest.mark.parametrize("damage", ["slot", "queue", "block", "length"])
 def test_check_integrity_sees_damage(damage):
-    s = Scheduler(SchedulerConfig(block_size=4, num_blocks=8, max_model_len=16, max_num_batched_tokens=16, max_num_seqs=2))
+    s = Scheduler(
+        SchedulerConfig(
+            block_size=4, num_blocks=8, max_model_len=16, max_num_batched_tokens=16, max_num_seqs=2
+        )
+    )
     seq = make_seq("a", 6)
     s.add_request(seq)
     s.process_outputs(s.schedule(), np.array([9]))

@@ -31,7 +31,9 @@ def test_higher_priority_goes_first_and_is_preempted_last():
     for i, priority in enumerate((0, 5, 2, 5)):
         s.add_request(make_seq(i, priority=priority))
     assert admitted_order(s, 4) == [1, 3, 2, 0]
-    s = Scheduler(small_config(num_blocks=2, priority_scheduling=True, stop_preempted_request=False))
+    s = Scheduler(
+        small_config(num_blocks=2, priority_scheduling=True, stop_preempted_request=False)
+    )
     for i, priority in enumerate((0, 5)):
         s.add_request(make_seq(i, 4, priority=priority, max_tokens=20))
     s.process_outputs(s.schedule(), np.array([9, 9]))
@@ -59,12 +61,18 @@ def test_a_returning_user_has_no_credit():
 
 def test_waiting_too_long_goes_before_priority():
     now = [0.0]
-    s = Scheduler(small_config(max_num_seqs=1, priority_scheduling=True, max_waiting_time=10.0), clock=lambda: now[0])
+    s = Scheduler(
+        small_config(max_num_seqs=1, priority_scheduling=True, max_waiting_time=10.0),
+        clock=lambda: now[0],
+    )
     s.add_request(make_seq("old", priority=0))
     now[0] = 8.0
     s.add_request(make_seq("new", priority=9))
     assert s.schedule_prefill().prefill[0].seq.request_id == "new"
-    s = Scheduler(small_config(max_num_seqs=1, priority_scheduling=True, max_waiting_time=10.0), clock=lambda: now[0])
+    s = Scheduler(
+        small_config(max_num_seqs=1, priority_scheduling=True, max_waiting_time=10.0),
+        clock=lambda: now[0],
+    )
     s.add_request(make_seq("old", priority=0))
     now[0] = 19.0
     s.add_request(make_seq("new", priority=9))
@@ -73,7 +81,11 @@ def test_waiting_too_long_goes_before_priority():
 
 def test_reservation_for_expected_output_prevents_preemption():
     def preemptions(fraction):
-        d = Driver(small_config(num_blocks=16, stop_preempted_request=False, expected_output_fraction=fraction))
+        d = Driver(
+            small_config(
+                num_blocks=16, stop_preempted_request=False, expected_output_fraction=fraction
+            )
+        )
         for i in range(12):
             d.schedulers[0].add_request(make_seq(i, 6, max_tokens=20, first=i, ignore_eos=True))
         d.run()
@@ -88,7 +100,9 @@ def test_reservation_never_blocks_the_only_request():
     d = Driver(small_config(num_blocks=4, expected_output_fraction=1.0))
     d.schedulers[0].add_request(make_seq("a", 6, max_tokens=50))
     d.run()
-    assert d.ended[0].finish_reason == "insufficient_system_resource"  # it ran until the pool was full
+    assert (
+        d.ended[0].finish_reason == "insufficient_system_resource"
+    )  # it ran until the pool was full
 
 
 def test_fairness_keeps_books_only_of_the_living():
@@ -99,6 +113,10 @@ def test_fairness_keeps_books_only_of_the_living():
     handed_over = make_seq("h", user_id="user0")
     s.reserve(handed_over, 6)
     s.cancel_reservation(handed_over)
-    assert {user: len(requests) for user, requests in s.order._open.items()} == {"user0": 2, "user1": 2, "user2": 2}
+    assert {user: len(requests) for user, requests in s.order._open.items()} == {
+        "user0": 2,
+        "user1": 2,
+        "user2": 2,
+    }
     d.run()
     assert not s.order._open and not s.order._served

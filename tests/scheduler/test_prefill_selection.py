@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from sched_driver import Driver, make_seq, small_config
 
-from deepinfer_jax.scheduler import EngineType, ImageSpan, Scheduler, Sequence, SequenceStatus, StepType
+from deepinfer_jax.scheduler import (
+    EngineType,
+    ImageSpan,
+    Scheduler,
+    Sequence,
+    SequenceStatus,
+    StepType,
+)
 
 
 def scheduler(**changes) -> Scheduler:
@@ -62,13 +69,17 @@ def test_rule_3_prompt_larger_than_the_pool_is_ignored():
     s = scheduler(num_blocks=4)
     add(s, make_seq("large", 17), make_seq("fits", 16))
     out = s.schedule()
-    assert [seq.request_id for seq in out.ignored] == ["large"] and items(out) == [("fits", 0, 16, True)]
+    assert [seq.request_id for seq in out.ignored] == ["large"] and items(out) == [
+        ("fits", 0, 16, True)
+    ]
 
 
 def test_rule_3_not_enough_free_blocks_stops_the_selection():
     s = scheduler(num_blocks=4)
     add(s, make_seq("a", 9), make_seq("b", 5), make_seq("c", 2))
-    assert items(s.schedule()) == [("a", 0, 9, True)] and s.num_waiting == 2  # c would fit, but may not overtake b
+    assert (
+        items(s.schedule()) == [("a", 0, 9, True)] and s.num_waiting == 2
+    )  # c would fit, but may not overtake b
 
 
 def test_rule_4_fork_re_entering_clones_its_partial_block_and_state():
@@ -78,10 +89,16 @@ def test_rule_4_fork_re_entering_clones_its_partial_block_and_state():
     commit(s, s.schedule())
     source = s.get("source")
     fork = s.fork_seq(source, "fork")
-    assert s.waiting[0] is fork and fork.num_cached == 6 and fork.block_ids.tolist() == source.block_ids[:2].tolist()
+    assert (
+        s.waiting[0] is fork
+        and fork.num_cached == 6
+        and fork.block_ids.tolist() == source.block_ids[:2].tolist()
+    )
     out = s.schedule()
     assert items(out)[0] == ("fork", 6, 8, True)
-    assert out.clone_blocks == [(source.block_ids[1], fork.block_ids[1])] and out.clone_states == [(source.state_id, fork.state_id)]
+    assert out.clone_blocks == [(source.block_ids[1], fork.block_ids[1])] and out.clone_states == [
+        (source.state_id, fork.state_id)
+    ]
     assert fork.block_ids[0] == source.block_ids[0] and fork.block_ids[1] != source.block_ids[1]
     assert out.zero_states == []
     s.check_integrity()
@@ -112,7 +129,12 @@ def test_rule_6_sum_of_key_lengths():
 
 
 def test_rule_6_counts_keys_not_queries():
-    s = scheduler(role=EngineType.PROMPT, prefill_max_sum_seqlen_k=64, chunked_prefill=True, max_num_batched_tokens=50)
+    s = scheduler(
+        role=EngineType.PROMPT,
+        prefill_max_sum_seqlen_k=64,
+        chunked_prefill=True,
+        max_num_batched_tokens=50,
+    )
     add(s, make_seq("a", 60), make_seq("b", 5))
     commit(s, s.schedule())
     assert items(s.schedule()) == [("a", 50, 10, True)]  # 60 keys; with b's 5 it would be 65
@@ -125,7 +147,12 @@ def test_rule_7_budget_is_shared_in_order():
 
 
 def test_rule_7_chunks_align_to_twice_the_context_parallel_size():
-    s = scheduler(role=EngineType.PROMPT, chunked_prefill=True, max_num_batched_tokens=31, context_parallel_size=3)
+    s = scheduler(
+        role=EngineType.PROMPT,
+        chunked_prefill=True,
+        max_num_batched_tokens=31,
+        context_parallel_size=3,
+    )
     add(s, make_seq("a", 7), make_seq("b", 40))
     out = s.schedule()
     assert items(out) == [("a", 0, 7, True), ("b", 0, 18, False)]  # 30 usable - 7 = 23, down to 18
@@ -147,15 +174,33 @@ def test_rule_7_checkpoints_end_a_chunk_earlier():
 @pytest.mark.parametrize(
     ("span", "budget", "checkpoint", "expected"),
     [
-        ((6, 12), 10, None, [(0, 6, False), (6, 10, False), (16, 4, True)]),  # budget would split it, and it does not fit: shrink
-        ((6, 12), 16, 8, [(0, 12, False), (12, 8, True)]),  # a checkpoint would split it and it fits: grow
+        (
+            (6, 12),
+            10,
+            None,
+            [(0, 6, False), (6, 10, False), (16, 4, True)],
+        ),  # budget would split it, and it does not fit: shrink
+        (
+            (6, 12),
+            16,
+            8,
+            [(0, 12, False), (12, 8, True)],
+        ),  # a checkpoint would split it and it fits: grow
         ((0, 10), 10, None, [(0, 10, False), (10, 10, True)]),  # ends exactly with the chunk
         ((10, 20), 12, None, [(0, 10, False), (10, 10, True)]),
     ],
 )
 def test_rule_7_a_chunk_never_splits_an_image(span, budget, checkpoint, expected):
     s = scheduler(chunked_prefill=True, max_num_batched_tokens=budget)
-    add(s, make_seq("a", 20, image_spans=[span], chunk_checkpoints=() if checkpoint is None else (checkpoint,)))
+    add(
+        s,
+        make_seq(
+            "a",
+            20,
+            image_spans=[span],
+            chunk_checkpoints=() if checkpoint is None else (checkpoint,),
+        ),
+    )
     chunks = []
     while not chunks or not chunks[-1][-1]:
         out = s.schedule()
@@ -194,7 +239,11 @@ def test_last_chunk_takes_a_slot_which_is_also_the_draft_slot():
     commit(s, out)
     out = s.schedule()
     seq = s.get("a")
-    assert out.admitted == [seq] and seq.status is SequenceStatus.RUNNING and s.slots.num_drafts[seq.slot] == 2
+    assert (
+        out.admitted == [seq]
+        and seq.status is SequenceStatus.RUNNING
+        and s.slots.num_drafts[seq.slot] == 2
+    )
 
 
 def test_block_updates_carry_the_whole_table_of_admitted_slots():
@@ -205,7 +254,11 @@ def test_block_updates_carry_the_whole_table_of_admitted_slots():
     slots, pages, blocks = out.block_updates
     table[slots, pages] = blocks
     for seq in out.admitted:
-        assert table[seq.slot, : seq.num_blocks].tolist() == seq.block_ids.tolist() == s.block_tables[seq.slot, : seq.num_blocks].tolist()
+        assert (
+            table[seq.slot, : seq.num_blocks].tolist()
+            == seq.block_ids.tolist()
+            == s.block_tables[seq.slot, : seq.num_blocks].tolist()
+        )
 
 
 def test_normal_stops_after_one_chunked_sequence():
@@ -216,7 +269,12 @@ def test_normal_stops_after_one_chunked_sequence():
 
 def test_prompt_goes_on_filling_after_a_chunked_sequence():
     s = scheduler(role=EngineType.PROMPT, chunked_prefill=True, max_num_batched_tokens=32)
-    add(s, make_seq("a", 20, chunk_checkpoints=(4,)), make_seq("b", 20, chunk_checkpoints=(6,)), make_seq("c", 5))
+    add(
+        s,
+        make_seq("a", 20, chunk_checkpoints=(4,)),
+        make_seq("b", 20, chunk_checkpoints=(6,)),
+        make_seq("c", 5),
+    )
     assert items(s.schedule()) == [("a", 0, 4, False), ("b", 0, 6, False), ("c", 0, 5, True)]
     assert [seq.request_id for seq in s.waiting] == ["a", "b"]
 
@@ -243,7 +301,14 @@ def test_ignored_alone_make_a_prefill_output():
 
 
 def test_waiting_prefixes_give_way_when_nobody_else_holds_blocks():
-    d = Driver(small_config(chunked_prefill=True, max_num_batched_tokens=8, num_blocks=4, stop_preempted_request=False))
+    d = Driver(
+        small_config(
+            chunked_prefill=True,
+            max_num_batched_tokens=8,
+            num_blocks=4,
+            stop_preempted_request=False,
+        )
+    )
     s = d.schedulers[0]
     s.add_request(make_seq("source", 16, max_tokens=1))
     d.step()

@@ -63,7 +63,10 @@ def test_aborted_in_flight_leaves_nothing_in_the_cache():
 def test_two_equal_prompts_in_one_step_do_not_read_each_others_unwritten_blocks():
     d = Driver(config())
     a, b = run(d, make_seq("a", 14), make_seq("b", 14))
-    assert (a.hit_tokens, b.hit_tokens) == (0, 0) and a.output_token_ids.tolist() == b.output_token_ids.tolist()
+    assert (a.hit_tokens, b.hit_tokens) == (
+        0,
+        0,
+    ) and a.output_token_ids.tolist() == b.output_token_ids.tolist()
 
 
 def test_tenants_do_not_share():
@@ -88,7 +91,11 @@ def test_skip_prefix_cache_reads_nothing_but_may_be_read():
         ([(4, 9, b"cat")], [(4, 9, b"dog")], 4),
         ([(4, 9)], [(4, 9)], 4),  # unknown pixels are never equal
         ([(4, 9, b"cat")], [], 4),
-        ([(6, 14, b"cat")], [(6, 14, b"cat")], 4),  # 12 is inside the image: back to a boundary outside
+        (
+            [(6, 14, b"cat")],
+            [(6, 14, b"cat")],
+            4,
+        ),  # 12 is inside the image: back to a boundary outside
     ],
 )
 def test_images_are_compared_by_their_digest_and_never_entered_halfway(first, second, hit):
@@ -146,7 +153,9 @@ def test_fork_that_overwrites_a_cached_block_uncaches_it_first():
     d.step()
     fork = s.fork_seq(a, "fork", num_tokens=7, replace_last_token_id=20, max_tokens=6)
     d.start_of[id(fork)] = 7
-    assert s.collect_finished() == [a] and s.free_seq(a)  # the fork is now the only holder: it writes in place
+    assert s.collect_finished() == [a] and s.free_seq(
+        a
+    )  # the fork is now the only holder: it writes in place
     d.run()
     d.assert_clean()
     (b,) = run(d, make_seq("b", 9, max_tokens=3))

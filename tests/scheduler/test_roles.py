@@ -12,10 +12,16 @@ ROLES = (EngineType.NORMAL, EngineType.PROMPT, EngineType.COMPLETION)
 ROWS = {
     "runs_prefill": ("does_prefill", (True, True, False)),
     "runs_decode": ("does_decode", (True, False, True)),
-    "queues_it_serves": ("queues", (("waiting", "prompted", "running"), ("waiting",), ("prompted", "running"))),
+    "queues_it_serves": (
+        "queues",
+        (("waiting", "prompted", "running"), ("waiting",), ("prompted", "running")),
+    ),
     "zero_overhead_scheduling_default": ("default_zero_overhead_scheduling", (True, False, True)),
     "multimodal_pool_default": ("default_multimodal_pool", (True, True, False)),
-    "multimodal_processor_never_built_on_completion": ("builds_multimodal_processor", (True, True, False)),
+    "multimodal_processor_never_built_on_completion": (
+        "builds_multimodal_processor",
+        (True, True, False),
+    ),
     "chunked_prefill_recommended_on_prompt": ("recommends_chunked_prefill", (False, True, False)),
     "captures_prefill_shapes": ("captures_prefill_buckets", (True, True, False)),
     "captures_decode_shapes": ("captures_decode_buckets", (True, False, True)),
@@ -43,12 +49,20 @@ def test_role_table_row(row):
 
 
 def test_every_answer_of_a_policy_is_covered_by_a_row():
-    asked = {question for question, _ in ROWS.values()} | {"role", "one_chunk_per_prefill", "empty_prefill_is_a_step"}
+    asked = {question for question, _ in ROWS.values()} | {
+        "role",
+        "one_chunk_per_prefill",
+        "empty_prefill_is_a_step",
+    }
     assert {name for name in vars(ROLE_POLICIES[EngineType.NORMAL])} == asked
 
 
 def test_role_integers_are_a_wire_contract():
-    assert [(role.name, int(role)) for role in EngineType] == [("NORMAL", 0), ("PROMPT", 1), ("COMPLETION", 2)]
+    assert [(role.name, int(role)) for role in EngineType] == [
+        ("NORMAL", 0),
+        ("PROMPT", 1),
+        ("COMPLETION", 2),
+    ]
     assert json.loads(json.dumps(EngineType.COMPLETION)) == 2 and EngineType(1) is EngineType.PROMPT
 
 
@@ -57,24 +71,44 @@ def test_engine_name_is_role_and_device(role):
     assert role.policy.engine_name(3) == f"{role.name}_3" and role.policy.role is role
 
 
-@pytest.mark.parametrize(("role", "tokens"), [(EngineType.NORMAL, 4096), (EngineType.PROMPT, 4096), (EngineType.COMPLETION, 256 * 6)])
+@pytest.mark.parametrize(
+    ("role", "tokens"),
+    [(EngineType.NORMAL, 4096), (EngineType.PROMPT, 4096), (EngineType.COMPLETION, 256 * 6)],
+)
 def test_moe_buffer_tokens(role, tokens):
-    assert role.policy.moe_tokens_per_rank(max_prefill_tokens=4096, max_num_seqs=256, nextn=5) == tokens
+    assert (
+        role.policy.moe_tokens_per_rank(max_prefill_tokens=4096, max_num_seqs=256, nextn=5)
+        == tokens
+    )
 
 
 def config(**changes):
-    values = dict(block_size=4, num_blocks=16, max_model_len=32, max_num_batched_tokens=32, max_num_seqs=4)
+    values = dict(
+        block_size=4, num_blocks=16, max_model_len=32, max_num_batched_tokens=32, max_num_seqs=4
+    )
     return SchedulerConfig(**(values | changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(role=EngineType.COMPLETION, context_parallel_size=2), ("COMPLETION", "context_parallel_size=2")),
-        (dict(role=EngineType.COMPLETION, stop_preempted_request=False), ("COMPLETION", "stop_preempted_request")),
+        (
+            dict(role=EngineType.COMPLETION, context_parallel_size=2),
+            ("COMPLETION", "context_parallel_size=2"),
+        ),
+        (
+            dict(role=EngineType.COMPLETION, stop_preempted_request=False),
+            ("COMPLETION", "stop_preempted_request"),
+        ),
         (dict(max_num_batched_tokens=31), ("max_num_batched_tokens=31", "max_model_len=32")),
-        (dict(max_num_batched_tokens=3, chunked_prefill=True), ("max_num_batched_tokens=3", "block_size=4")),
-        (dict(max_num_batched_tokens=33, context_parallel_size=9), ("max_num_batched_tokens=33", "18", "max_model_len=32")),
+        (
+            dict(max_num_batched_tokens=3, chunked_prefill=True),
+            ("max_num_batched_tokens=3", "block_size=4"),
+        ),
+        (
+            dict(max_num_batched_tokens=33, context_parallel_size=9),
+            ("max_num_batched_tokens=33", "18", "max_model_len=32"),
+        ),
         (dict(prefill_attempt_interval=0), ("prefill_attempt_interval", "0")),
         (dict(prefill_any_attempt_interval=0), ("prefill_any_attempt_interval", "0")),
         (dict(prefill_max_sum_seqlen_k=31), ("prefill_max_sum_seqlen_k=31", "32")),
@@ -82,7 +116,10 @@ def config(**changes):
         (dict(max_num_seqs=0), ("max_num_seqs", "0")),
         (dict(nextn=-1), ("nextn", "-1")),
         (dict(role=7), ("7",)),
-        (dict(num_state_slots=8, enable_prefix_caching=True), ("num_state_slots=8", "enable_prefix_caching")),
+        (
+            dict(num_state_slots=8, enable_prefix_caching=True),
+            ("num_state_slots=8", "enable_prefix_caching"),
+        ),
         (dict(num_state_slots=4), ("num_state_slots=4", "5")),
         (dict(expected_output_fraction=1.5), ("expected_output_fraction", "1.5")),
         (dict(max_waiting_time=-1.0), ("max_waiting_time", "-1.0")),
@@ -99,7 +136,9 @@ def test_prompt_limit_depends_on_chunking():
     assert config(chunked_prefill=True, max_num_batched_tokens=8).prompt_limit == 32
 
 
-@pytest.mark.parametrize(("nextn", "zos", "bound"), [(0, False, 32), (0, True, 33), (2, False, 36), (2, True, 39)])
+@pytest.mark.parametrize(
+    ("nextn", "zos", "bound"), [(0, False, 32), (0, True, 33), (2, False, 36), (2, True, 39)]
+)
 def test_runtime_length_bound(nextn, zos, bound):
     assert config(nextn=nextn, zos=zos).runtime_max_model_len == bound
 
@@ -126,10 +165,16 @@ def clean_environment(monkeypatch):
     environ.rearm(*environ.VARIABLES)
 
 
-@pytest.mark.parametrize(("role", "zos", "pool"), [(ROLES[0], True, True), (ROLES[1], False, True), (ROLES[2], True, False)])
+@pytest.mark.parametrize(
+    ("role", "zos", "pool"),
+    [(ROLES[0], True, True), (ROLES[1], False, True), (ROLES[2], True, False)],
+)
 def test_role_defaults_are_written_if_unset(clean_environment, role, zos, pool):
     environ.apply_role_defaults(role.policy)
-    assert environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is zos and environ.get_bool("USE_MULTIMODAL_POOL") is pool
+    assert (
+        environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is zos
+        and environ.get_bool("USE_MULTIMODAL_POOL") is pool
+    )
     assert os.environ["DEEPINFER_ZERO_OVERHEAD_SCHEDULING"] == str(int(zos))
 
 
@@ -145,10 +190,16 @@ def test_snapshot_is_reread_only_when_rearmed(clean_environment):
     clean_environment.setenv("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", "6")
     assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 70
     environ.rearm("PREFILL_ATTEMPT_INTERVAL")
-    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 5 and environ.get_int("PREFILL_ANY_ATTEMPT_INTERVAL") == 6
+    assert (
+        environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 5
+        and environ.get_int("PREFILL_ANY_ATTEMPT_INTERVAL") == 6
+    )
 
 
-@pytest.mark.parametrize(("text", "value"), [("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("yes", True)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("yes", True)],
+)
 def test_booleans(clean_environment, text, value):
     clean_environment.setenv("DEEPINFER_ENFORCE_EAGER", text)
     environ.rearm("ENFORCE_EAGER")

@@ -1,7 +1,9 @@
-"""Random lives of whole groups: hypothesis drives them step by step, a plain generator drives many more.
+"""Random lives of whole groups: hypothesis drives them step by step, a plain generator drives many
+more.
 
-After every step: one step type on all ranks, budgets respected, device block tables (kept by deltas alone) equal to the host's,
-check_integrity. At the end: everything ended within the computed bound of steps, with exactly the model's tokens, nothing held.
+After every step: one step type on all ranks, budgets respected, device block tables (kept by deltas
+alone) equal to the host's, check_integrity. At the end: everything ended within the computed bound
+of steps, with exactly the model's tokens, nothing held.
 """
 
 import pytest
@@ -73,7 +75,9 @@ class HandOverLife(GroupLife):
     split = True
 
 
-_SETTINGS = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+_SETTINGS = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = _SETTINGS
 TestHandOverLife = HandOverLife.TestCase

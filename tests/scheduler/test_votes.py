@@ -1,4 +1,5 @@
-"""Which step a group takes: the decision table of NORMAL engines, and what PROMPT and COMPLETION do instead."""
+"""Which step a group takes: the decision table of NORMAL engines, and what PROMPT and COMPLETION do
+instead."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ class CountingGroup(LocalDPGroup):
 
 
 def normal_group(ranks: int, *, all_interval: int = 3, any_interval: int = 5, **changes):
-    config = small_config(prefill_attempt_interval=all_interval, prefill_any_attempt_interval=any_interval, **changes)
+    config = small_config(
+        prefill_attempt_interval=all_interval, prefill_any_attempt_interval=any_interval, **changes
+    )
     driver = Driver(config, ranks)
     votes = CountingGroup(ranks)
     driver.group = SchedulerGroup(driver.schedulers, votes)
@@ -75,7 +78,9 @@ def test_decode_step_zero_is_no_any_point():
     driver, votes = normal_group(2, any_interval=1)
     with_running(driver)
     driver.schedulers[0].add_request(make_seq("new"))
-    assert step_type(driver) is StepType.DECODE and votes.votes == [[1, 0]]  # decided as an ALL point
+    assert step_type(driver) is StepType.DECODE and votes.votes == [
+        [1, 0]
+    ]  # decided as an ALL point
 
 
 def test_any_point_with_one_rank_wanting_prefills_and_the_other_keeps_company():
@@ -132,7 +137,9 @@ def test_cache_watermark_stops_wanting_while_something_decodes():
     assert s.cache_usage == 0.9 and s.wants_prefill()
     s.blocks.allocate(1)
     assert s.cache_usage > 0.9 and not s.wants_prefill()
-    assert s.abort("running") and s.wants_prefill()  # nothing left to decode: waiting would be for ever
+    assert (
+        s.abort("running") and s.wants_prefill()
+    )  # nothing left to decode: waiting would be for ever
 
 
 def test_unschedulable_head_does_not_want():
@@ -149,7 +156,12 @@ def test_unschedulable_head_does_not_want():
 @pytest.mark.parametrize(("all_interval", "any_interval"), [(70, 100), (3, 5), (7, 2)])
 def test_isolated_ranks_prompt_waits_at_most_the_any_interval(all_interval, any_interval):
     driver, _ = normal_group(
-        3, all_interval=all_interval, any_interval=any_interval, max_model_len=400, num_blocks=400, max_num_batched_tokens=400
+        3,
+        all_interval=all_interval,
+        any_interval=any_interval,
+        max_model_len=400,
+        num_blocks=400,
+        max_num_batched_tokens=400,
     )
     driver.schedulers[0].add_request(make_seq("running", 4, max_tokens=390, ignore_eos=True))
     driver.step()
@@ -172,14 +184,18 @@ def test_all_ranks_take_one_step_type_always():
     driver, _ = normal_group(4, all_interval=2, any_interval=3)
     for step in range(120):
         if rng.random() < 0.3:
-            driver.schedulers[rng.integers(4)].add_request(make_seq(step, int(rng.integers(1, 20)), max_tokens=int(rng.integers(1, 20))))
+            driver.schedulers[rng.integers(4)].add_request(
+                make_seq(step, int(rng.integers(1, 20)), max_tokens=int(rng.integers(1, 20)))
+            )
         driver.step()  # asserts it
     driver.run()
     driver.assert_clean()
 
 
 def test_prompt_engine_always_prefills_and_idles_with_an_empty_prefill_output():
-    group = SchedulerGroup([Scheduler(small_config(role=EngineType.PROMPT)) for _ in range(2)], LocalDPGroup(2))
+    group = SchedulerGroup(
+        [Scheduler(small_config(role=EngineType.PROMPT)) for _ in range(2)], LocalDPGroup(2)
+    )
     for _ in range(3):
         outputs = group.schedule()
         assert all(out is not None and out.is_prefill and out.is_empty for out in outputs)

@@ -1,0 +1,1 @@
+"""What an engine counts and shows: metrics, histograms, Prometheus, profiles."""

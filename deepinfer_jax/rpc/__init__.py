@@ -1,0 +1,1 @@
+"""Messages between processes and the client of a router. Imports engine, text."""

@@ -1,0 +1,95 @@
+"""From EngineArgs to what an engine is made of: model configuration, weights on the mesh,
+tokenizer, EOS ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from deepinfer_jax import environ
+from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.models import registry
+from deepinfer_jax.models.layers.dispatch import MoeOptions
+from deepinfer_jax.models.loading import LoadedModel, load_hf_config, load_model
+from deepinfer_jax.models.resolve import resolve_model_path
+from deepinfer_jax.text.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model folder read as far as its configuration: enough to check arguments and to plan,
+    before any weight is loaded."""
+
+    folder: Path
+    model_class: type
+    config: Any
+    overrides: dict[str, Any]
+
+    @classmethod
+    def find(cls, args: EngineArgs) -> ModelSource:
+        """Raises ValueError for an unknown folder or architecture."""
+        folder = resolve_model_path(args.model)
+        hf = load_hf_config(folder)
+        model_class = registry.resolve(hf)
+        config = model_class.config_from_hf(hf)
+        overrides = {"moe": _moe_options(args)} if hasattr(config, "moe") else {}
+        return cls(folder, model_class, dataclasses.replace(config, **overrides), overrides)
+
+    def load(self, config: EngineConfig, mesh: Mesh) -> LoadedModel:
+        """The weights, laid over `mesh`."""
+        return load_model(
+            self.folder,
+            dtype=config.dtype,
+            quant=config.quantization,
+            mesh=mesh,
+            axes=config.axes,
+            load_format=config.args.load_format,
+            config_overrides=self.overrides,
+        )
+
+    def load_tokenizer(self, args: EngineArgs) -> tuple[Tokenizer | None, tuple[int, ...]]:
+        """(tokenizer or None, EOS ids)."""
+        tokenizer = load_tokenizer(
+            self.folder if args.tokenizer == args.model else resolve_model_path(args.tokenizer)
+        )
+        return tokenizer, tuple(
+            load_eos_token_ids(self.folder) or (tokenizer.eos_token_ids if tokenizer else ())
+        )
+
+
+def _moe_options(args: EngineArgs) -> MoeOptions:
+    # "auto" is padded everywhere: with the flag that ragged needs, XLA sends more bytes than padded
+    # (docs/decisions/031-moe-dispatch.md)
+    dispatch = "padded" if args.moe_dispatch == "auto" else args.moe_dispatch
+    options = MoeOptions(dispatch=dispatch, extra_experts=args.num_redundant_experts)
+    options.check_backend()
+    return options
+
+
+def cache_dir() -> Path:
+    """$DEEPINFER_CACHE_DIR, else the XDG cache folder."""
+    given = os.environ.get("DEEPINFER_CACHE_DIR")
+    return (
+        Path(given)
+        if given
+        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepinfer-jax"
+    )
+
+
+def use_compilation_cache() -> None:
+    """Lets restarts find every compiled program on disk: in $DEEPINFER_JIT_CACHE_DIR, else a folder
+    of `cache_dir()`.
+
+    A cache folder that the user has given to JAX stays, with the user's limits.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update(
+            "jax_compilation_cache_dir", str(environ.get("JIT_CACHE_DIR") or cache_dir() / "xla")
+        )
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

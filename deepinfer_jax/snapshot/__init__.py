@@ -1,0 +1,2 @@
+"""All live requests with their KV, written while serving goes on, restored into any engine. Imports
+engine, kv."""

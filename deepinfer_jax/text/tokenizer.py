@@ -1,0 +1,246 @@
+"""Text to token ids and back, from the files of a Hugging Face folder: tokenizer.json,
+tokenizer_config.json, chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from deepinfer_jax.text.chat_template import ChatTemplate, load_chat_templates
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with what text generation needs beside it: BOS, EOS ids, special
+    tokens, chat template.
+
+    Attributes: name: where it was loaded from; used in messages. eos_token_ids: ids that end a
+      generation: generation_config.json's, else config.json's, else the tokenizer's own.
+      special_tokens: name ("bos_token", ...) -> text, as chat templates see them. token_texts:
+      texts of single tokens met so far (deepinfer_jax.text.token_decoder.token_text fills it).
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        config: Mapping[str, Any] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        name: str = "tokenizer",
+    ) -> None:
+        self.backend = backend
+        self.name = name
+        config = dict(config or {})
+        # Padding or truncation saved in tokenizer.json is about training batches; it would alter
+        # prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = _special_tokens(config)
+        self.special_ids = frozenset(
+            i for i, t in backend.get_added_tokens_decoder().items() if t.special
+        )
+        self.bos_token_id = self._special_id("bos_token")
+        self.pad_token_id = self._special_id("pad_token")
+        own_eos = self._special_id("eos_token")
+        self.eos_token_ids = tuple(eos_token_ids) or (() if own_eos is None else (own_eos,))
+        self.token_texts: dict[int, str | None] = {}
+        self._add_bos = self._bos_correction(config.get("add_bos_token"))
+        self.chat_templates = {
+            k: ChatTemplate(v, f"{name}: chat template {k!r}")
+            for k, v in (chat_templates or {}).items()
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of eos_token_ids."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_templates)
+
+    @functools.cached_property
+    def decoder_spec(self) -> Mapping[str, Any] | None:
+        """The "decoder" entry of tokenizer.json: how pieces become text."""
+        return json.loads(self.backend.to_str()).get("decoder")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; add_special_tokens adds BOS where the checkpoint's configuration
+        does."""
+        return self._with_bos(
+            self.backend.encode(text, add_special_tokens=add_special_tokens).ids, add_special_tokens
+        )
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` of many texts, in parallel threads."""
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [self._with_bos(e.ids, add_special_tokens) for e in encodings]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; incomplete UTF-8 becomes U+FFFD, ids past the vocabulary
+        give nothing."""
+        return self.backend.decode(
+            [int(i) for i in token_ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The piece as the vocabulary spells it; None for an id past the vocabulary."""
+        return self.backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> list[int] | str:
+        """Renders a conversation with the checkpoint's chat template.
+
+        messages: [{"role": ..., "content": ...}, ...]. chat_template: the name of one of the
+        checkpoint's templates or a template's own text. kwargs go to the template. Returns token
+        ids, or the rendered text with tokenize=False. Raises ValueError without a template or where
+        the template refuses the messages.
+        """
+        template = self._chat_template(chat_template, bool(tools))
+        variables = {**self.special_tokens, **kwargs}
+        text = template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+        # The template writes BOS itself where the model wants one.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _chat_template(self, chosen: str | None, has_tools: bool) -> ChatTemplate:
+        if chosen is not None and chosen not in self.chat_templates:
+            return ChatTemplate(chosen, "the chat_template given")
+        if chosen is None:
+            chosen = "tool_use" if has_tools and "tool_use" in self.chat_templates else "default"
+        if chosen not in self.chat_templates:
+            have = (
+                f"; it has templates {sorted(self.chat_templates)}" if self.chat_templates else ""
+            )
+            raise ValueError(
+                f"{self.name} has no {chosen!r} chat template{have}; give prompts as plain text or"
+                " pass chat_template"
+            )
+        return self.chat_templates[chosen]
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _bos_correction(self, wanted: bool | None) -> bool | None:
+        """True: put BOS in front; False: take it away; None: tokenizer.json's own post-processor is
+        right.
+
+        Some checkpoints say add_bos_token in tokenizer_config.json while tokenizer.json's
+        post-processor does otherwise; the configuration wins, as it does in transformers.
+        """
+        if wanted is None or self.bos_token_id is None:
+            return None
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        present = bool(ids) and ids[0] == self.bos_token_id
+        return None if present == bool(wanted) else bool(wanted)
+
+    def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        if not add_special_tokens or self._add_bos is None:
+            return ids
+        return [self.bos_token_id, *ids] if self._add_bos else ids[1:]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model folder (or of the folder of a tokenizer.json); None where there is
+    no tokenizer.json.
+
+    Raises ValueError that names the file which cannot be read.
+    """
+    folder = Path(path)
+    if folder.name == "tokenizer.json":
+        folder = folder.parent
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises plain Exception whatever is wrong
+        raise ValueError(f"cannot read tokenizer {file}: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    for name, value in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return Tokenizer(
+        backend,
+        config=config,
+        chat_templates=load_chat_templates(folder, config),
+        eos_token_ids=load_eos_token_ids(folder),
+        name=str(folder),
+    )
+
+
+def load_eos_token_ids(path: str | Path) -> tuple[int, ...]:
+    """EOS ids of a model folder: generation_config.json's (a number or a list), else config.json's;
+    () where neither has any."""
+    for file in ("generation_config.json", "config.json"):
+        config = _read_json(Path(path) / file)
+        value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ValueError(
+                f"{Path(path) / file}: eos_token_id must be a token id or a list of them, got"
+                f" {value!r}"
+            )
+        if ids:
+            return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; each is a string or a serialised AddedToken ({"content": ...})."""
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""C++ for CPUs and its Python side, compiled for the machine at first use."""

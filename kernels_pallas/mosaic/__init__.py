@@ -1,0 +1,1 @@
+"""Pallas Mosaic kernels for NVIDIA GPUs, loaded only where the dispatch table picks them."""

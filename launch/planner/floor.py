@@ -1,0 +1,204 @@
+"""The least time a step can take on a device: FLOPs over peak, bytes over bandwidth, exchanged
+bytes over links.
+
+A floor is arithmetic about the model's own parameters and caches, not a measurement; a real step
+takes longer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from deepinfer_jax.config import EngineConfig
+from deepinfer_jax.launch.planner.gpus import Gpu
+from deepinfer_jax.models.base import CacheSpec, PagedCache
+from deepinfer_jax.runner import kv_pools
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Per-device sizes of a model laid over a mesh, from its abstract parameters."""
+
+    # matrix entries every token passes, on one device (embedding table excluded, head excluded)
+    dense_params: float
+    dense_bytes: float
+    head_params: float
+    head_bytes: float
+    expert_params: (
+        float  # entries of one routed expert, summed over MoE layers, on one device (tp split)
+    )
+    expert_bytes: float
+    local_experts: float  # physical experts per device and layer
+    num_experts: int
+    top_k: int
+    moe_layers: int
+    hidden_size: int
+    attention_flops_per_key: float  # per query token and key, all layers, on one device
+    kv_bytes_per_token: float
+    fp8: bool
+    ep: int
+
+
+def model_costs(
+    config: EngineConfig, model_config: Any, params: Any, specs: Any, caches: tuple[CacheSpec, ...]
+) -> ModelCosts:
+    """params: ShapeDtypeStructs of the global shapes; specs: the same tree of PartitionSpec."""
+    axes = config.axes
+    sums = dict.fromkeys(
+        ("dense", "dense_bytes", "head", "head_bytes", "expert", "expert_bytes"), 0.0
+    )
+    moe_layers, local_experts, fp8 = 0, 0.0, False
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    spec_leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    for (path, leaf), spec in zip(leaves, spec_leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        split = math.prod(
+            {"ep": axes.ep, "tp": axes.tp}.get(a, 1) for a in jax.tree.leaves(tuple(spec)) if a
+        )
+        entries = math.prod(leaf.shape) / split
+        size = entries * np.dtype(leaf.dtype).itemsize
+        packed = (
+            2.0 if config.quantization == "int4" and np.dtype(leaf.dtype).itemsize == 1 else 1.0
+        )
+        fp8 |= "float8" in np.dtype(leaf.dtype).name
+        is_matrix = len(leaf.shape) >= 2 and "scale" not in name
+        if axes.ep_axis in jax.tree.leaves(tuple(spec)) or "expert" in name:
+            per_device = leaf.shape[0] / axes.ep
+            sums["expert_bytes"] += size / per_device
+            if is_matrix:
+                sums["expert"] += packed * entries / per_device
+                local_experts = per_device
+                moe_layers += 1
+        elif "embed" in name:
+            if model_config.tie_word_embeddings and is_matrix:
+                sums["head"] += packed * entries
+                sums["head_bytes"] += size
+        elif "head" in name and "heads" not in name:
+            sums["head_bytes"] += size
+            sums["head"] += packed * entries if is_matrix else 0
+        else:
+            sums["dense_bytes"] += size
+            sums["dense"] += packed * entries if is_matrix else 0
+    router = getattr(model_config, "router", None)
+    return ModelCosts(
+        dense_params=sums["dense"],
+        dense_bytes=sums["dense_bytes"],
+        head_params=sums["head"],
+        head_bytes=sums["head_bytes"],
+        expert_params=sums["expert"],
+        expert_bytes=sums["expert_bytes"],
+        local_experts=local_experts,
+        num_experts=getattr(router, "num_experts", 0) if router else 0,
+        top_k=getattr(router, "top_k", 0) if router else 0,
+        moe_layers=moe_layers // 2,  # gate-up and down
+        hidden_size=model_config.hidden_size,
+        attention_flops_per_key=attention_flops(model_config) / axes.tp,
+        kv_bytes_per_token=kv_pools.bytes_per_block(caches, axes, 1),
+        fp8=fp8,
+        ep=axes.ep,
+    )
+
+
+def attention_flops(c: Any) -> float:
+    """FLOPs of one query token against one key, all layers: 2 per multiply-add, scores and weighted
+    sum."""
+    mla = getattr(c, "mla", None)
+    if mla is not None:  # absorbed: the latent is key and value
+        return c.num_layers * c.num_heads * 2.0 * (2 * mla.kv_rank + mla.rope_dim)
+    return c.num_layers * c.num_heads * 4.0 * c.head_dim
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """Seconds on one device, and which of the three binds."""
+
+    tokens: int
+    context: float
+    flops: float
+    bytes: float
+    exchanged_bytes: float
+    compute_seconds: float
+    memory_seconds: float
+    exchange_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds, self.exchange_seconds)
+
+    @property
+    def binds(self) -> str:
+        parts = {
+            "compute": self.compute_seconds,
+            "memory": self.memory_seconds,
+            "exchange": self.exchange_seconds,
+        }
+        return max(parts, key=parts.__getitem__)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"seconds": self.seconds, "binds": self.binds}
+
+
+def step_floor(
+    m: ModelCosts, gpu: Gpu, *, tokens: int, context: float, sequences: int, decode: bool
+) -> StepFloor:
+    """Floor of a step of `tokens` rows per rank, each seeing `context` keys on average; logits for
+    `sequences` rows.
+
+    decode: every row reads its own keys; prefill: the rows of a sequence share one pass over them.
+    Routing is taken as uniform.
+    """
+    flops = (
+        2.0 * tokens * (m.dense_params + m.top_k * m.expert_params)
+        + 2.0 * sequences * m.head_params
+    )
+    flops += tokens * context * m.attention_flops_per_key
+    touched = 0.0
+    if m.num_experts:
+        group_tokens = tokens * m.ep
+        touched = m.local_experts * (1.0 - (1.0 - m.top_k / m.num_experts) ** group_tokens)
+    keys = tokens * context if decode else sequences * 2.0 * context
+    size = (
+        m.dense_bytes
+        + m.head_bytes
+        + touched * m.expert_bytes
+        + keys * m.kv_bytes_per_token
+        + tokens * m.kv_bytes_per_token
+    )
+    exchanged = exchange_seconds = 0.0
+    if m.ep > 1 and m.num_experts:
+        remote = (
+            m.ep * (1.0 - (1.0 - 1.0 / m.ep) ** m.top_k) * (m.ep - 1) / m.ep
+        )  # distinct other ranks a token goes to
+        exchanged = (
+            2.0 * m.moe_layers * tokens * remote * m.hidden_size * 2.0
+        )  # there and back, bf16
+        outside = max(0.0, (m.ep - gpu.nvlink_domain) / (m.ep - 1))
+        exchange_seconds = exchanged * max(
+            (1 - outside) / gpu.link_bandwidth, outside / gpu.network_bandwidth
+        )
+    peak = gpu.fp8_flops if m.fp8 and gpu.fp8_flops else gpu.bf16_flops
+    return StepFloor(
+        tokens,
+        context,
+        flops,
+        size,
+        exchanged,
+        flops / peak,
+        size / gpu.bandwidth,
+        exchange_seconds,
+    )
+
+
+def caches_per_token(caches: tuple[CacheSpec, ...]) -> dict[str, int]:
+    """Bytes per token of each paged cache on a device without tp."""
+    return {
+        c.name: c.layers * math.prod(c.entry_shape) * np.dtype(c.dtype).itemsize
+        for c in caches
+        if isinstance(c, PagedCache)
+    }

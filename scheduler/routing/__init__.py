@@ -1,0 +1,1 @@
+"""Spreads requests over prompt and completion engines. NumPy only."""

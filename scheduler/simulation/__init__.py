@@ -1,0 +1,1 @@
+"""Discrete-event simulation on the real schedulers. NumPy only."""
