@@ -25,7 +25,7 @@ LIMITS_US = {256: 100.0, 4096: 500.0}
 PROMPT = 32
 
 
-def make_scheduler(running: int, nextn: int, zos: bool) -> Scheduler:
+def make_scheduler(running: int, num_speculative_tokens: int, zos: bool) -> Scheduler:
     config = SchedulerConfig(
         block_size=64,
         num_blocks=running * 64,
@@ -33,7 +33,7 @@ def make_scheduler(running: int, nextn: int, zos: bool) -> Scheduler:
         max_num_batched_tokens=running * (PROMPT + 8),
         max_num_seqs=running,
         chunked_prefill=True,
-        nextn=nextn,
+        num_speculative_tokens=num_speculative_tokens,
         zos=zos,
         prefill_attempt_interval=10**9,
         prefill_any_attempt_interval=10**9,
@@ -48,12 +48,12 @@ def add(s: Scheduler, count: int) -> None:
         )
 
 
-def decode_costs(running: int, nextn: int, zos: bool, steps: int) -> np.ndarray:
+def decode_costs(running: int, num_speculative_tokens: int, zos: bool, steps: int) -> np.ndarray:
     """Microseconds of each of `steps` decode steps with `running` sequences."""
-    s = make_scheduler(running, nextn, zos)
+    s = make_scheduler(running, num_speculative_tokens, zos)
     add(s, running)
-    tokens = np.full((running, 1 + nextn), 7, np.int32)
-    counts = np.full(running, 1 + nextn // 2, np.int32)
+    tokens = np.full((running, 1 + num_speculative_tokens), 7, np.int32)
+    counts = np.full(running, 1 + num_speculative_tokens // 2, np.int32)
     pending = s.schedule()
     if not zos:
         s.process_outputs(pending, tokens[:, :1])

@@ -170,7 +170,7 @@ class EngineConfig:
     max_num_seqs: int
     block_size: int
     zos: bool
-    nextn: int
+    num_speculative_tokens: int
     prefill_buckets: tuple[int, ...]
     decode_buckets: tuple[int, ...]
 
@@ -185,7 +185,12 @@ class EngineConfig:
     @property
     def runtime_max_model_len(self) -> int:
         """Exclusive bound of every position, optimistic draft and in-flight rows included."""
-        return self.max_model_len + self.nextn + (self.nextn + 1 if self.zos else 0) + self.nextn
+        return (
+            self.max_model_len
+            + self.num_speculative_tokens
+            + (self.num_speculative_tokens + 1 if self.zos else 0)
+            + self.num_speculative_tokens
+        )
 
     @property
     def max_pages(self) -> int:
@@ -234,7 +239,9 @@ class EngineConfig:
             raise ValueError(
                 "kv_store_write='back' keeps prefixes in host memory first: it needs kv_host_bytes"
             )
-        nextn = 0  # no draft head is loaded by the models here; the scheduler takes any number
+        num_speculative_tokens = (
+            0  # no draft head is loaded by the models here; the scheduler takes any number
+        )
         limit = model_config.max_position_embeddings
         max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
         if not 1 < max_model_len <= limit:
@@ -243,7 +250,7 @@ class EngineConfig:
                 f" {max_model_len}"
             )
         batched = args.max_num_batched_tokens or max(
-            max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + nextn)
+            max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + num_speculative_tokens)
         )
         dtype = _dtype("dtype", args.dtype)
         return cls(
@@ -263,7 +270,7 @@ class EngineConfig:
             max_num_seqs=args.max_num_seqs,
             block_size=args.block_size,
             zos=bool(args.zero_overhead_scheduling),
-            nextn=nextn,
+            num_speculative_tokens=num_speculative_tokens,
             prefill_buckets=(
                 _buckets("prefill_buckets", args.prefill_buckets, 16, batched)
                 if policy.does_prefill
@@ -289,7 +296,7 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             chunked_prefill=a.chunked_prefill,
             stop_preempted_request=a.stop_preempted_request,
-            nextn=self.nextn,
+            num_speculative_tokens=self.num_speculative_tokens,
             zos=self.zos,
             context_parallel_size=self.context_parallel_size,
             num_state_slots=num_state_slots,

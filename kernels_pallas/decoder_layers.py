@@ -57,13 +57,13 @@ def decoder_layers(
     *,
     eps: float,
     scale: float,
-    separate: Callable[[], Result],
+    unfused: Callable[[], Result],
     implementation: str | None = None,
 ) -> Result:
     """x [M, hidden] through all layers and the last norm; keys, values: each layer's pools [N, bs,
     KH, D], this step's rows written.
 
-    eps: of all norms; scale: of the scores. separate: computes the same by ops of their own; it
+    eps: of all norms; scale: of the scores. unfused: computes the same by ops of their own; it
     runs where nothing else can.
     """
     return dispatch(
@@ -76,10 +76,10 @@ def decoder_layers(
         tuple(values),
         eps=eps,
         scale=scale,
-        separate=separate,
+        unfused=unfused,
         implementation=implementation,
     )
 
 
-def separate_layers(*_, separate: Callable[[], Result], **__) -> Result:
-    return separate()
+def unfused_layers(*_, unfused: Callable[[], Result], **__) -> Result:
+    return unfused()

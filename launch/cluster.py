@@ -21,7 +21,7 @@ import numpy as np
 
 from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.disagg.protocol import check_layouts
-from deepinfer_jax.disagg.split_request import SplitRequest
+from deepinfer_jax.disagg.split_request import FannedOutRequest
 from deepinfer_jax.launch import cluster_status
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.rpc import messages as wire
@@ -34,7 +34,7 @@ from deepinfer_jax.scheduler.routing.router import Capacity, RouterConfig, Verdi
 
 logger = logging.getLogger(__name__)
 
-LOOK = 0.25
+LOOK_SECONDS = 0.25
 """Seconds between looks at deadlines."""
 REMEMBERED = 64
 """Engines that have left and are still shown in the status."""
@@ -132,7 +132,7 @@ class Cluster(Coordinator):
         self.last_progress = time.monotonic()
         self.hub = Hub("router", config.security, config.hub)
         self.endpoint = self.hub.listen(config.listen, self._accept)
-        self.hub.every(LOOK, self._look)
+        self.hub.every(LOOK_SECONDS, self._look)
 
     def start(self) -> None:
         self.hub.start()
@@ -391,7 +391,7 @@ class Cluster(Coordinator):
         try:
             self._check_submit(name, m)
             params = SamplingParams.from_dict(m.params)
-            request = SplitRequest.make(
+            request = FannedOutRequest.make(
                 name, None, m.prompt_token_ids, params, self._draw_seed, m.arrival_time
             )
             client.requests.add(name)
@@ -457,8 +457,10 @@ class Cluster(Coordinator):
             )
         )
 
-    def _tell(self, told: list[tuple[str, str]], reason: str) -> None:
-        super()._tell([(name, attempt) for name, attempt in told if name in self.workers], reason)
+    def _tell(self, engines_to_notify: list[tuple[str, str]], reason: str) -> None:
+        super()._tell(
+            [(name, attempt) for name, attempt in engines_to_notify if name in self.workers], reason
+        )
 
     # ---- deadlines -------------------------------------------------------------------------------
 
@@ -479,14 +481,14 @@ class Cluster(Coordinator):
             missing = " and ".join(cluster_status.missing(self))
             for job in self.router.starved():
                 reason = f"{missing} has been there for {self.config.deadline} s"
-                told = tuple(self.router.cancel(job.request_id))
+                engines_to_notify = tuple(self.router.cancel(job.request_id))
                 self._settle(
                     Verdict(
                         job.request_id,
                         job.attempt_id,
                         reason,
                         False,
-                        tuple(name for name, _ in told),
+                        tuple(name for name, _ in engines_to_notify),
                     )
                 )
             self._starved_since = None

@@ -136,7 +136,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
     from deepinfer_jax.launch.processes import join_job
 
     job = join_job(launch)  # before anything touches a device
-    from deepinfer_jax.launch.node import EngineNode, NodeConfig
+    from deepinfer_jax.launch.node import EngineServer, NodeConfig
 
     if launch.transport not in ("host", "device"):
         raise ValueError(f"--transport must be host or device, got {launch.transport!r}")
@@ -172,7 +172,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         raise
     layout = engine_layout(engine)
     print_banner(config.name, engine, layout, job)
-    return EngineNode(engine, config, layout, job.group).run()
+    return EngineServer(engine, config, layout, job.group).run()
 
 
 def _leave_job(error: Exception) -> NoReturn:

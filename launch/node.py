@@ -34,10 +34,10 @@ IDLE_POLL = 0.2
 GROUP_IDLE = 0.02
 """Most seconds between the votes of an idle job of several processes: a request at one of them
 waits for the others' next vote."""
-STUCK = 5.0
+STUCK_SECONDS = 5.0
 """Seconds of one round after which this process does not join a router until the round has ended.
 """
-REDIAL = 0.5
+REDIAL_SECONDS = 0.5
 """Seconds between attempts to reach a router, or a completion engine that the router knows."""
 
 
@@ -67,7 +67,7 @@ class NodeConfig:
     drain_timeout: float = 60.0
 
 
-class EngineNode:
+class EngineServer:
     """Call `run()` in the main thread. group: votes with the other processes of the job (None:
     there are none)."""
 
@@ -130,7 +130,7 @@ class EngineNode:
         self.hub.start()
         self._dial_router()
         if self.peers is not None:
-            self.hub.every(REDIAL, self.peers.look)
+            self.hub.every(REDIAL_SECONDS, self.peers.look)
         try:
             while self._exit is None:
                 self._wake.clear()
@@ -339,9 +339,9 @@ class EngineNode:
     def _dial_router(self) -> None:
         since = self._busy_since
         if (
-            since is not None and time.monotonic() - since > STUCK
+            since is not None and time.monotonic() - since > STUCK_SECONDS
         ):  # it would be given work that it cannot do
-            threading.Timer(REDIAL, self._dial_router).start()
+            threading.Timer(REDIAL_SECONDS, self._dial_router).start()
             return
         self.hub.dial(self.config.router, self.hello(self.kind), self)
 
@@ -389,7 +389,7 @@ class EngineNode:
                 self._lost_reason = reason
             if was_open:
                 self.post(self._reset)
-            threading.Timer(REDIAL, self._dial_router).start()
+            threading.Timer(REDIAL_SECONDS, self._dial_router).start()
         self._wake.set()
 
     def _abandon(self, reason: str) -> None:

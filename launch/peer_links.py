@@ -13,7 +13,7 @@ from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.hub import Channel
 
 if TYPE_CHECKING:
-    from deepinfer_jax.launch.node import EngineNode
+    from deepinfer_jax.launch.node import EngineServer
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class PeerLinks:
     """Everything runs in the hub's thread. known: what the router said last, by name. reported:
     what the router was told of this engine, whether it has any link."""
 
-    def __init__(self, node: EngineNode) -> None:
+    def __init__(self, node: EngineServer) -> None:
         self.node = node
         self.known: dict[str, wire.Peer] = {}
         self.reported = True

@@ -223,7 +223,7 @@ class Llama(nnx.Module):
         cos, sin = rope_cos_sin(self.config.rope, batch.positions)
         x = self.embed(batch.tokens)
 
-        def separate() -> Result:
+        def unfused() -> Result:
             hidden, keys, values = x, list(caches["k"]), list(caches["v"])
             for i, layer in enumerate(self.layers):
                 hidden, keys[i], values[i] = layer(hidden, cos, sin, keys[i], values[i], batch)
@@ -235,7 +235,7 @@ class Llama(nnx.Module):
             else [None]
         )
         if None in weights:
-            result = separate()
+            result = unfused()
         else:
             rows = Rows(cos, sin, batch.block_tables, batch.kv_lens, batch.write_slots)
             result = decoder_layers(
@@ -247,7 +247,7 @@ class Llama(nnx.Module):
                 caches["v"],
                 eps=self.config.rms_norm_eps,
                 scale=self.config.head_dim**-0.5,
-                separate=separate,
+                unfused=unfused,
             )
         return result.hidden, {**caches, "k": result.keys, "v": result.values}
 

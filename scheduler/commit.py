@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def process_outputs(
     s: Scheduler, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None
 ) -> Processed:
-    tokens, counts = _validated(outputs, token_ids, num_new, s.config.nextn)
+    tokens, counts = _validated(outputs, token_ids, num_new, s.config.num_speculative_tokens)
     if not outputs.is_empty:
         s.steps_in_flight -= 1
     if outputs.is_prefill:
@@ -25,15 +25,19 @@ def process_outputs(
 
 
 def _validated(
-    outputs: SchedulerOutputs, token_ids, num_new, nextn: int
+    outputs: SchedulerOutputs, token_ids, num_new, num_speculative_tokens: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
     rows = len(outputs.prefill) if outputs.is_prefill else outputs.slots.size
     tokens = np.asarray(token_ids)
     tokens = tokens.reshape(rows, 1) if tokens.ndim == 1 and tokens.size == rows else tokens
     if rows and (
-        tokens.ndim != 2 or tokens.shape[0] != rows or not 1 <= tokens.shape[1] <= 1 + nextn
+        tokens.ndim != 2
+        or tokens.shape[0] != rows
+        or not 1 <= tokens.shape[1] <= 1 + num_speculative_tokens
     ):
-        raise ValueError(f"token_ids must be [{rows}, 1 .. {1 + nextn}], got {tokens.shape}")
+        raise ValueError(
+            f"token_ids must be [{rows}, 1 .. {1 + num_speculative_tokens}], got {tokens.shape}"
+        )
     if outputs.is_prefill or num_new is None or not rows or tokens.shape[1] == 1:
         return tokens, None
     counts = np.asarray(num_new)
@@ -105,9 +109,9 @@ def _process_decode(
         tokens = tokens[rows]
         counts = None if counts is None else counts[rows]
     accepted = _append_tokens(s, slots, tokens, counts, finished)
-    if s.config.nextn:
+    if s.config.num_speculative_tokens:
         q_lens = outputs.q_lens if rows is None else outputs.q_lens[rows]
-        t.upper[slots] -= q_lens - accepted
+        t.max_num_tokens[slots] -= q_lens - accepted
     if rows is None:
         return Processed(finished, accepted)
     by_row = np.zeros(outputs.slots.size, np.int32)

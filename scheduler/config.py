@@ -16,7 +16,7 @@ something to decode."""
 class SchedulerConfig:
     """Limits of one rank's scheduler. Lengths and budgets are in tokens, intervals in decode steps.
 
-    nextn: drafts verified per decode step at most. zos: schedule(N+1) comes before
+    num_speculative_tokens: drafts verified per decode step at most. zos: schedule(N+1) comes before
     process_outputs(N). num_state_slots: rows of the model's StateCaches, row 0 being padding (0:
     the model has none). Optional policies, off by default: priority_scheduling     higher
     `Sequence.priority` first, and preempted last fair_users              waiting prompts are
@@ -36,7 +36,7 @@ class SchedulerConfig:
     chunked_prefill: bool = False
     stop_preempted_request: bool = True
     prefill_max_sum_seqlen_k: int = DEFAULT_MAX_SUM_SEQLEN_K
-    nextn: int = 0
+    num_speculative_tokens: int = 0
     zos: bool = False
     context_parallel_size: int = 1
     prefill_attempt_interval: int = 70
@@ -82,7 +82,7 @@ class SchedulerConfig:
         for name in (*positive, "prefill_attempt_interval", "prefill_any_attempt_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("nextn", "num_state_slots"):
+        for name in ("num_speculative_tokens", "num_state_slots"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
@@ -151,7 +151,12 @@ class SchedulerConfig:
     def runtime_max_model_len(self) -> int:
         """Exclusive bound of every position a step may write, drafts and optimistic lengths
         included."""
-        return self.max_model_len + self.nextn + (self.nextn + 1 if self.zos else 0) + self.nextn
+        return (
+            self.max_model_len
+            + self.num_speculative_tokens
+            + (self.num_speculative_tokens + 1 if self.zos else 0)
+            + self.num_speculative_tokens
+        )
 
     @property
     def max_pages(self) -> int:

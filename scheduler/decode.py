@@ -27,13 +27,13 @@ def select_decode(s: Scheduler) -> SchedulerOutputs:
     slots, q_lens = _eligible(s)
     updates: list = []
     if slots.size:
-        kv_lens = t.upper[slots] + (q_lens - 1)
+        kv_lens = t.max_num_tokens[slots] + (q_lens - 1)
         short = kv_lens > t.capacity[slots]
         if short.any():
             keep = _grow(s, slots, kv_lens, short, out, updates)
             if keep is not None:
                 slots, q_lens, kv_lens = slots[keep], q_lens[keep], kv_lens[keep]
-        t.upper[slots] = kv_lens + 1
+        t.max_num_tokens[slots] = kv_lens + 1
         t.in_flight[slots] += 1
         out.slots, out.q_lens, out.kv_lens = slots.astype(np.int32), q_lens, kv_lens
         out.serials = t.serial[slots]
@@ -43,16 +43,16 @@ def select_decode(s: Scheduler) -> SchedulerOutputs:
 def _eligible(s: Scheduler) -> tuple[np.ndarray, np.ndarray]:
     """(slots, q_lens): running sequences not already certain to end by length with their tokens in
     flight."""
-    t, nextn = s.slots, s.config.nextn
-    slots = t.ordered(lengths_drift=nextn > 0)
+    t, num_speculative_tokens = s.slots, s.config.num_speculative_tokens
+    slots = t.ordered(lengths_drift=num_speculative_tokens > 0)
     if not slots.size:
         return slots, _ones(0)
-    if not s.steps_in_flight and not nextn:
+    if not s.steps_in_flight and not num_speculative_tokens:
         return slots, _ones(slots.size)
     room = t.max_len[slots] - t.num_tokens[slots] - t.in_flight[slots]
     if room.min() <= 0:
         slots, room = slots[room > 0], room[room > 0]
-    if not nextn:
+    if not num_speculative_tokens:
         return slots, _ones(slots.size)
     return slots, 1 + np.minimum(
         t.num_drafts[slots], room - 1

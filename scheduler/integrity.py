@@ -53,8 +53,8 @@ def _check_sequence(s: Scheduler, seq: Sequence) -> None:
             "running without its slot:",
             seq,
         )
-        pending = int(t.upper[slot] - t.num_tokens[slot])
-        most = int(t.in_flight[slot]) * (1 + s.config.nextn)
+        pending = int(t.max_num_tokens[slot] - t.num_tokens[slot])
+        most = int(t.in_flight[slot]) * (1 + s.config.num_speculative_tokens)
         _require(
             int(t.in_flight[slot]) <= pending <= most,
             "optimistic length outside its bounds:",
@@ -68,7 +68,9 @@ def _check_sequence(s: Scheduler, seq: Sequence) -> None:
             seq,
         )
         _require(
-            bool(t.upper[slot] - 1 <= t.capacity[slot]), "tokens in flight without a block:", seq
+            bool(t.max_num_tokens[slot] - 1 <= t.capacity[slot]),
+            "tokens in flight without a block:",
+            seq,
         )
 
 

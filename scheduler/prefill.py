@@ -199,7 +199,7 @@ def _commit(s: Scheduler, seq: Sequence, chunk: _Chunk, out: SchedulerOutputs) -
     if chunk.is_last:
         s.admit(seq, out)
         s.slots.in_flight[seq.slot] += 1
-        s.slots.upper[seq.slot] += 1
+        s.slots.max_num_tokens[seq.slot] += 1
     else:
         seq._chunks_in_flight += 1
     out.prefill.append(PrefillItem(seq, chunk.q_start, chunk.q_len, chunk.is_last, seq._epoch))

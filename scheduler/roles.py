@@ -59,9 +59,8 @@ class RolePolicy:
     # programs and memory
     captures_prefill_buckets: bool
     captures_decode_buckets: bool
-    profiles_prefill_shape: (
-        bool  # False: memory is profiled with max_num_seqs x (1 + nextn) decode rows
-    )
+    # False: memory is profiled with max_num_seqs x (1 + num_speculative_tokens) decode rows
+    profiles_prefill_shape: bool
     has_draft_pool: bool
     loads_all_draft_parameters: bool  # False: only the ones that write the draft's KV context
     fuses_norm_rope_unless_batch_invariant: (
@@ -72,16 +71,24 @@ class RolePolicy:
     logging_interval_divisor: (
         int  # the log line's interval in steps is divided by it: prefill steps are long
     )
-    moe_cap_is_prefill: bool  # False: MoE buffers hold max_num_seqs x (1 + nextn) tokens per rank
+    moe_cap_is_prefill: (
+        bool  # False: MoE buffers hold max_num_seqs x (1 + num_speculative_tokens) tokens per rank
+    )
     typical_dp: tuple[int, int] | None
 
     def engine_name(self, device_id: int) -> str:
         """`<ROLE>_<device id>`."""
         return f"{self.role.name}_{device_id}"
 
-    def moe_tokens_per_rank(self, max_prefill_tokens: int, max_num_seqs: int, nextn: int) -> int:
+    def moe_tokens_per_rank(
+        self, max_prefill_tokens: int, max_num_seqs: int, num_speculative_tokens: int
+    ) -> int:
         """Cap of the MoE exchange buffers, in tokens per rank."""
-        return max_prefill_tokens if self.moe_cap_is_prefill else max_num_seqs * (1 + nextn)
+        return (
+            max_prefill_tokens
+            if self.moe_cap_is_prefill
+            else max_num_seqs * (1 + num_speculative_tokens)
+        )
 
 
 ROLE_POLICIES: dict[EngineType, RolePolicy] = {

@@ -292,7 +292,9 @@ class Scheduler(entry.EntryMixin):
 
     def bind(self, seq: Sequence) -> None:
         self.slots.bind(
-            seq, self.max_len_of(seq), self.config.nextn if self.policy.has_draft_pool else 0
+            seq,
+            self.max_len_of(seq),
+            self.config.num_speculative_tokens if self.policy.has_draft_pool else 0,
         )
 
     def admit(self, seq: Sequence, out: SchedulerOutputs) -> None:
@@ -305,11 +307,12 @@ class Scheduler(entry.EntryMixin):
         out.admitted.append(seq)
 
     def set_num_drafts(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
-        """How many drafts of each slot to verify from the next schedule() on (0 .. nextn). Default:
-        nextn."""
-        if len(slots) and not 0 <= np.min(num_drafts) <= np.max(num_drafts) <= self.config.nextn:
+        """How many drafts of each slot to verify from the next schedule() on (0 ..
+        num_speculative_tokens). Default: num_speculative_tokens."""
+        most = self.config.num_speculative_tokens
+        if len(slots) and not 0 <= np.min(num_drafts) <= np.max(num_drafts) <= most:
             raise ValueError(
-                f"num_drafts must lie in [0, nextn={self.config.nextn}], got {num_drafts}"
+                f"num_drafts must lie in [0, num_speculative_tokens={most}], got {num_drafts}"
             )
         self.slots.num_drafts[slots] = num_drafts
 
@@ -430,9 +433,9 @@ class Scheduler(entry.EntryMixin):
     def process_outputs(
         self, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None = None
     ) -> Processed:
-        """Commits a step's tokens. token_ids: i32 [n] or [n, 1 + nextn], rows in the order of
-        outputs.prefill or outputs.slots (rows of unfinished chunks are ignored); num_new: i32 [n]
-        valid tokens per row (None: one each).
+        """Commits a step's tokens. token_ids: i32 [n] or [n, 1 + num_speculative_tokens], rows in
+        the order of outputs.prefill or outputs.slots (rows of unfinished chunks are ignored);
+        num_new: i32 [n] valid tokens per row (None: one each).
 
         Raises ValueError when the shapes do not match the step or num_new is not in [1, q_len].
         """

@@ -29,7 +29,7 @@ class SlotTable:
         self.pages = np.zeros(num_slots, np.int32)
         self.capacity = np.zeros(num_slots, np.int32)  # tokens the slot's blocks can store
         self.num_tokens = np.zeros(num_slots, np.int32)
-        self.upper = np.zeros(
+        self.max_num_tokens = np.zeros(
             num_slots, np.int32
         )  # num_tokens if steps in flight accept all their drafts
         self.in_flight = np.zeros(num_slots, np.int32)
@@ -83,7 +83,7 @@ class SlotTable:
 
     def refresh(self, seq: Sequence) -> None:
         """Copies the length kept by the sequence itself into its slot (bind, hand-over)."""
-        self.num_tokens[seq.slot] = self.upper[seq.slot] = seq._num_tokens
+        self.num_tokens[seq.slot] = self.max_num_tokens[seq.slot] = seq._num_tokens
 
     def unbind(self, seq: Sequence, keep_blocks: bool) -> None:
         """Takes the slot away. keep_blocks: the sequence goes on holding its block table, otherwise

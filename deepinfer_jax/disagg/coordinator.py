@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from deepinfer_jax.disagg.split_request import Part, SplitRequest
+from deepinfer_jax.disagg.split_request import CompletionPart, FannedOutRequest
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.scheduler.routing.router import Router, Verdict, split_attempt
 
@@ -41,8 +41,8 @@ class Coordinator:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._requests: dict[str, SplitRequest] = {}
-        self._parts: dict[str, Part] = {}
+        self._requests: dict[str, FannedOutRequest] = {}
+        self._parts: dict[str, CompletionPart] = {}
         self.workers: dict[str, Worker] = {}
         self.router: Router
 
@@ -52,7 +52,7 @@ class Coordinator:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def submit(self, request: SplitRequest, max_model_len: int) -> None:
+    def submit(self, request: FannedOutRequest, max_model_len: int) -> None:
         """Queues all parts or none. RuntimeError when no engine of a role is left, ValueError when
         one could never fit."""
         with self._lock:
@@ -75,7 +75,7 @@ class Coordinator:
             self._parts |= {part.id: part for part in request.parts}
             self._dispatch()
 
-    def refuse(self, request: SplitRequest, finish_reason: str) -> None:
+    def refuse(self, request: FannedOutRequest, finish_reason: str) -> None:
         """Ends a request that was never queued."""
         with self._lock:
             self._requests[request.request_id] = request
@@ -113,12 +113,12 @@ class Coordinator:
             return (
                 None
                 if part is None or part.answering is not None
-                else self.router.place(key, exclude)
+                else self.router.assign_decode(key, exclude)
             )
 
     def unchoose_target(self, key: str, target: str) -> None:
         with self._lock:
-            self.router.unplace(key, target)
+            self.router.release_decode(key, target)
             self._wake_prompt_engines()
 
     def prefill_progress(self, key: str, tokens: int, seconds: float) -> None:
@@ -159,7 +159,7 @@ class Coordinator:
                 self.router.no_retry(attempt)
                 self._emit(part, output)
 
-    def _finished(self, part: Part, attempt: str, output: RequestOutput) -> None:
+    def _finished(self, part: CompletionPart, attempt: str, output: RequestOutput) -> None:
         prompt_engine = self.router.jobs[part.id].prompt_engine
         self.router.finish(attempt)
         if (
@@ -170,7 +170,7 @@ class Coordinator:
         self._dispatch()
         self._wake_prompt_engines()  # room for another hand-over
 
-    def _given_up(self, part: Part, attempt: str, output_id: str) -> None:
+    def _given_up(self, part: CompletionPart, attempt: str, output_id: str) -> None:
         """The caller did not abort it: a hand-over's source took it back before it saw the
         acknowledgement. The source tries again by itself, unless the caller has been given tokens
         of this one."""
@@ -197,7 +197,7 @@ class Coordinator:
 
     # ---- plumbing --------------------------------------------------------------------------------
 
-    def _current(self, attempt_id: str) -> Part | None:
+    def _current(self, attempt_id: str) -> CompletionPart | None:
         part_id, _ = split_attempt(attempt_id)
         return self._parts.get(part_id) if self.router.is_current(attempt_id) else None
 
@@ -210,7 +210,7 @@ class Coordinator:
                 lambda e=engine, p=part, key=assignment.attempt_id: self._start(e, p, key)
             )
 
-    def _start(self, engine: Any, part: Part, key: str) -> None:
+    def _start(self, engine: Any, part: CompletionPart, key: str) -> None:
         with self._lock:
             if self._current(key) is None:
                 return
@@ -218,13 +218,15 @@ class Coordinator:
         engine.add_request(key, prompt, part.params, arrival_time=part.arrival_time, seed=part.seed)
 
     def _settle(self, verdict: Verdict) -> None:
-        self._tell([(name, verdict.attempt_id) for name in verdict.told], verdict.reason)
+        self._tell(
+            [(name, verdict.attempt_id) for name in verdict.engines_to_notify], verdict.reason
+        )
         part = self._parts.get(verdict.request_id)
         if not verdict.retry and part is not None:
             self._finish_part(part, part.ended("error", verdict.reason))
 
-    def _tell(self, told: list[tuple[str, str]], reason: str) -> None:
-        for name, attempt in told:
+    def _tell(self, engines_to_notify: list[tuple[str, str]], reason: str) -> None:
+        for name, attempt in engines_to_notify:
             worker = self.workers[name]
             if worker.failed is not None:
                 continue
@@ -233,13 +235,13 @@ class Coordinator:
             else:
                 worker.post(lambda e=worker.engine, a=attempt: e.drop_attempt(a, reason))
 
-    def _finish_part(self, part: Part, output: RequestOutput) -> None:
+    def _finish_part(self, part: CompletionPart, output: RequestOutput) -> None:
         self._parts.pop(part.id, None)
         self._emit(part, output)
         if part.request.finished:
             self._requests.pop(part.request.request_id, None)
 
-    def _emit(self, part: Part, output: RequestOutput) -> None:
+    def _emit(self, part: CompletionPart, output: RequestOutput) -> None:
         merged = part.request.merge(part, output)
         if merged is not None:
             self._outputs.put(merged)

@@ -26,7 +26,7 @@ from deepinfer_jax.disagg.config import DisaggregationConfig, assign_devices, ro
 from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
 from deepinfer_jax.disagg.protocol import HandoffConfig
-from deepinfer_jax.disagg.split_request import SplitRequest
+from deepinfer_jax.disagg.split_request import FannedOutRequest
 from deepinfer_jax.disagg.worker import EngineWorker
 from deepinfer_jax.engine.admission import PromptInput, check_request, tokenize_prompt
 from deepinfer_jax.models.loading import LoadedModel
@@ -141,7 +141,7 @@ class DisaggregatedEngine(Coordinator):
         params: SamplingParams | None = None,
         *,
         arrival_time: float | None = None,
-    ) -> SplitRequest:
+    ) -> FannedOutRequest:
         """Queues a request. Raises ValueError naming the request, the value and the limit;
         RuntimeError when no engine is left."""
         with self._lock:
@@ -150,7 +150,7 @@ class DisaggregatedEngine(Coordinator):
             check_request(self, request_id, params)
             text, ids = tokenize_prompt(self, request_id, prompt)
             arrival = time.time() if arrival_time is None else arrival_time
-            request = SplitRequest.make(request_id, text, ids, params, self.draw_seed, arrival)
+            request = FannedOutRequest.make(request_id, text, ids, params, self.draw_seed, arrival)
             limit = self.prompt_engines[0].schedulers[0].config.prompt_limit
             if len(ids) > limit:
                 self.refuse(request, "prompt_length_exceeded")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from deepinfer_jax.disagg.protocol import RequestState
-from deepinfer_jax.disagg.split_request import Part, SplitRequest, unique_id
+from deepinfer_jax.disagg.split_request import CompletionPart, FannedOutRequest, unique_id
 from deepinfer_jax.engine.admission import new_detokenizer
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.request_state import logprob_entries
@@ -127,7 +127,7 @@ def _take_part(
 
 
 def _record(
-    pd: DisaggregatedEngine, request: SplitRequest, found: dict[str, tuple[int, dict[str, Any]]]
+    pd: DisaggregatedEngine, request: FannedOutRequest, found: dict[str, tuple[int, dict[str, Any]]]
 ) -> dict[str, Any]:
     completions = []
     for part in request.parts:
@@ -146,7 +146,7 @@ def _record(
     }
 
 
-def _record_queued(pd: DisaggregatedEngine, part: Part) -> dict[str, Any]:
+def _record_queued(pd: DisaggregatedEngine, part: CompletionPart) -> dict[str, Any]:
     """A part that no engine has."""
     ids, limit = part.prompt_token_ids, pd.config.max_model_len
     state = RequestState(
@@ -169,7 +169,9 @@ def _record_queued(pd: DisaggregatedEngine, part: Part) -> dict[str, Any]:
     return {"state": state.to_dict(), "finish_reason": None, "stop_reason": None, "place": place}
 
 
-def _record_done(pd: DisaggregatedEngine, part: Part, output: RequestOutput) -> dict[str, Any]:
+def _record_done(
+    pd: DisaggregatedEngine, part: CompletionPart, output: RequestOutput
+) -> dict[str, Any]:
     """A part whose final output has been merged already."""
     (o,) = output.outputs
     state = RequestState(
@@ -262,7 +264,7 @@ def _adopt(
     pd: DisaggregatedEngine, record: dict[str, Any], moved: dict[str, list[dict[str, Any]]]
 ) -> None:
     first = record["completions"][0]["state"]
-    request = SplitRequest(
+    request = FannedOutRequest(
         record["request_id"],
         record["prompt"],
         first["prompt_token_ids"],
@@ -272,7 +274,7 @@ def _adopt(
     pd._requests[request.request_id] = request
     loaded = snapshot_state.load_request(pd.completion_engines[0], record)
     for c, values in zip(loaded.completions, record["completions"], strict=True):
-        part = Part(request, c.index, c.params, c.seed, loaded.metrics.arrival_time)
+        part = CompletionPart(request, c.index, c.params, c.seed, loaded.metrics.arrival_time)
         request.parts.append(part)
         if values["place"] is None:
             delta = c.params.output_kind is RequestOutputKind.DELTA

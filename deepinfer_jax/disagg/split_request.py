@@ -25,11 +25,11 @@ def unique_id(request_id: str) -> str:
 
 
 @dataclass(eq=False)
-class Part:
+class CompletionPart:
     """One completion. answering: the hand-over id whose outputs the caller is given, once one has
     made any."""
 
-    request: SplitRequest
+    request: FannedOutRequest
     index: int
     params: SamplingParams
     seed: int
@@ -67,14 +67,14 @@ class Part:
 
 
 @dataclass(eq=False)
-class SplitRequest:
+class FannedOutRequest:
     """n parts of one prompt."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    parts: list[Part] = field(default_factory=list)
+    parts: list[CompletionPart] = field(default_factory=list)
     unique_id: str = ""
     done: dict[int, RequestOutput] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class SplitRequest:
         params: SamplingParams,
         draw_seed: Callable[[], int],
         arrival: float,
-    ) -> SplitRequest:
+    ) -> FannedOutRequest:
         """The parts of a request; part i draws with the request's seed + i, as one engine would."""
         request = cls(request_id, prompt, ids, params, unique_id=unique_id(request_id))
         base = draw_seed() if params.seed is None else params.seed
@@ -95,17 +95,19 @@ class SplitRequest:
             child = params if params.n == 1 else params.child(index)
             if index:
                 child = child.replace(prompt_logprobs=None)
-            request.parts.append(Part(request, index, child, (base + index) % 2**64, arrival))
+            request.parts.append(
+                CompletionPart(request, index, child, (base + index) % 2**64, arrival)
+            )
         return request
 
     @property
     def finished(self) -> bool:
         return len(self.done) == len(self.parts)
 
-    def unfinished(self) -> list[Part]:
+    def unfinished(self) -> list[CompletionPart]:
         return [p for p in self.parts if p.index not in self.done]
 
-    def merge(self, part: Part, output: RequestOutput) -> RequestOutput | None:
+    def merge(self, part: CompletionPart, output: RequestOutput) -> RequestOutput | None:
         """What the caller gets for a part's output: nothing before the end if it asked for the
         final output only."""
         part.last = output
@@ -130,7 +132,7 @@ class SplitRequest:
             metrics.num_cached_tokens,
         )
 
-    def _completion(self, part: Part, changed: bool) -> CompletionOutput:
+    def _completion(self, part: CompletionPart, changed: bool) -> CompletionOutput:
         if part.last is None:
             return CompletionOutput(part.index, "", [])
         completion = dataclasses.replace(part.last.outputs[0], index=part.index)

@@ -47,7 +47,7 @@ class _Load:
     loaded: Loaded | None = None
 
 
-class KVReuse:
+class PrefixStore:
     """One engine's use of a TieredStore. Calls come from the engine's thread, under its lock; files
     are touched by threads here."""
 
@@ -72,7 +72,7 @@ class KVReuse:
         self._pending_lock = threading.Lock()
 
     @classmethod
-    def for_engine(cls, engine: LLMEngine) -> KVReuse:
+    def for_engine(cls, engine: LLMEngine) -> PrefixStore:
         """The store that an engine's arguments ask for. ValueError for a model with per-sequence
         state."""
         args, layout, mover = engine.args, snapshot_state.layout(engine), engine.ensure_mover()

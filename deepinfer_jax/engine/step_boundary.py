@@ -19,7 +19,7 @@ from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from deepinfer_jax.engine.prefix_store import KVReuse
+    from deepinfer_jax.engine.prefix_store import PrefixStore
     from deepinfer_jax.snapshot.job import SnapshotJob
 
 COMMON_EVERY = 16
@@ -33,7 +33,7 @@ class EngineStateMixin:
     """Mixed into LLMEngine, whose __init__ calls `init_state` first."""
 
     mover: BlockMover | None = None
-    kv: KVReuse | None = None
+    kv: PrefixStore | None = None
     """The engine's side of its KV store; None without one."""
 
     def init_state(self) -> None:
@@ -186,10 +186,10 @@ class EngineStateMixin:
     def init_kv(self) -> None:
         """The KV store that the arguments ask for."""
         if self.args.kv_store is not None or self.args.kv_host_bytes:
-            from deepinfer_jax.engine.prefix_store import KVReuse
+            from deepinfer_jax.engine.prefix_store import PrefixStore
 
             self.ensure_mover()
-            self.kv = KVReuse.for_engine(self)
+            self.kv = PrefixStore.for_engine(self)
 
     def _enqueue(self, c: Completion) -> None:
         """Queues a new sequence, at once or when the KV store has brought the beginning of its

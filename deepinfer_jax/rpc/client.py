@@ -26,9 +26,9 @@ from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig
 from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
-WAIT = 0.2
+WAIT_SECONDS = 0.2
 """Seconds step() waits for outputs."""
-REDIAL = 0.5
+REDIAL_SECONDS = 0.5
 
 
 def as_endpoint(address: str) -> str:
@@ -80,7 +80,7 @@ class RouterConnection:
             reason = self.lost_reason or "no engine has joined it"
             if self._final:
                 break
-            time.sleep(min(REDIAL, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(REDIAL_SECONDS, max(0.0, deadline - time.monotonic())))
         self.hub.stop(0)
         raise ConnectionError(f"router {self.router}: {reason}")
 
@@ -208,7 +208,7 @@ class RemoteEngine:
 
     def _take(self, block: bool, outputs: list[RequestOutput]) -> None:
         try:
-            message = self.connection.inbox.get(block, WAIT if block else None)
+            message = self.connection.inbox.get(block, WAIT_SECONDS if block else None)
         except queue.Empty:
             return
         if not isinstance(message, wire.Result):
@@ -288,7 +288,7 @@ def ask_status(connection: RouterConnection, timeout: float = 10.0) -> dict[str,
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         try:
-            message = connection.inbox.get(timeout=min(left, WAIT))
+            message = connection.inbox.get(timeout=min(left, WAIT_SECONDS))
         except queue.Empty:
             if connection.lost_reason is not None:
                 raise ConnectionError(

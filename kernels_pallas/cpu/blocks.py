@@ -27,12 +27,12 @@ DTYPES = (
 )
 
 
-def refusal(caches: Sequence[Sequence[jax.Array]], *_, **__) -> str | None:
+def unsupported_reason(caches: Sequence[Sequence[jax.Array]], *_, **__) -> str | None:
     """Why the compiled copy cannot take these pools; None if it can."""
     unknown = {np.dtype(p.dtype).name for pools in caches for p in pools} - {*DTYPES}
     if unknown:
         return f"pools of {', '.join(sorted(unknown))}"
-    return native.refusal("blocks")
+    return native.unsupported_reason("blocks")
 
 
 def take_native(

@@ -17,7 +17,9 @@ _MAX_ROWS = {"f32": 64, "bf16": 32, "int8": 64, "int4": 64}
 them."""
 
 
-def refusal(x, rows, layers: tuple[LayerWeights, ...], last_norm, keys, values, **_) -> str | None:
+def unsupported_reason(
+    x, rows, layers: tuple[LayerWeights, ...], last_norm, keys, values, **_
+) -> str | None:
     """Why the custom call cannot take these arguments; None if it can."""
     formats = {jnp.dtype(dtype): name for name, dtype in matmul.FORMATS.items()}
     kernels = [w[0] for layer in layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -38,7 +40,7 @@ def refusal(x, rows, layers: tuple[LayerWeights, ...], last_norm, keys, values, 
         k.shape[2:] != keys[0].shape[2:] for k in (*keys, *values)
     ):
         return f"at most {_MAX_GROUP} query heads per key/value head, and pools alike, expected"
-    return native.refusal("decoder")
+    return native.unsupported_reason("decoder")
 
 
 def _sizes(layer: LayerWeights, pool) -> tuple[int, int, int, int]:
@@ -48,7 +50,7 @@ def _sizes(layer: LayerWeights, pool) -> tuple[int, int, int, int]:
 
 
 def decoder_layers_native(
-    x, rows, layers, last_norm, keys, values, *, eps, scale, separate
+    x, rows, layers, last_norm, keys, values, *, eps, scale, unfused
 ) -> Result:
     """See `decoder_layers`; activations stay float32 from layer to layer."""
     heads, _, _, inner = _sizes(layers[0], keys[0])

@@ -79,7 +79,7 @@ def status(name: str) -> Status:
     return outcome
 
 
-def refusal(name: str) -> str | None:
+def unsupported_reason(name: str) -> str | None:
     """Why `cpu_<name>.cc` is not in use; None if it is."""
     outcome = status(name)
     return None if outcome.native else outcome.reason

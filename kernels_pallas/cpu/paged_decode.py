@@ -12,12 +12,14 @@ from deepinfer_jax.kernels_pallas.cpu import native
 _WIDTH = 16
 
 
-def refusal(q, k_pool, v_pool, block_tables, kv_lens, *, v_dim=None, **_) -> str | None:
+def unsupported_reason(q, k_pool, v_pool, block_tables, kv_lens, *, v_dim=None, **_) -> str | None:
     """Why the compiled attention cannot take these arguments; None if it can."""
-    return pools_refusal(k_pool, v_pool, v_dim) or native.refusal("paged_decode")
+    return pools_unsupported_reason(k_pool, v_pool, v_dim) or native.unsupported_reason(
+        "paged_decode"
+    )
 
 
-def pools_refusal(k_pool, v_pool, v_dim) -> str | None:
+def pools_unsupported_reason(k_pool, v_pool, v_dim) -> str | None:
     """Why no compiled attention can read these pools; None if it can."""
     dv = v_dim if v_pool is None else v_pool.shape[3]
     if k_pool.dtype not in (jnp.float32, jnp.bfloat16) or (

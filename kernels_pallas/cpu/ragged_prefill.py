@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.kernels_pallas.cpu import native
-from deepinfer_jax.kernels_pallas.cpu.paged_decode import pools_refusal
+from deepinfer_jax.kernels_pallas.cpu.paged_decode import pools_unsupported_reason
 
 
-def refusal(
+def unsupported_reason(
     q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, *, v_dim=None, **_
 ) -> str | None:
     """Why the compiled attention cannot take these arguments; None if it can."""
-    return pools_refusal(k_pool, v_pool, v_dim) or native.refusal("ragged_prefill")
+    return pools_unsupported_reason(k_pool, v_pool, v_dim) or native.unsupported_reason(
+        "ragged_prefill"
+    )
 
 
 def ragged_prefill_native(

@@ -81,7 +81,7 @@ def _choose_tile(rows: int, groups: int, n: int, swiglu: bool, fp8: bool) -> _Ti
     )
 
 
-def refusal(x, w, group_sizes, *, w_scale=None, swiglu: bool = False):
+def unsupported_reason(x, w, group_sizes, *, w_scale=None, swiglu: bool = False):
     """Why this kernel cannot run these arguments; None if it can."""
     del group_sizes
     _, n, k = w.shape
@@ -99,22 +99,22 @@ def refusal(x, w, group_sizes, *, w_scale=None, swiglu: bool = False):
     return None
 
 
-def experts_refusal(x, gate_up, down, group_sizes, *, scales=None, row_weights=None):
+def experts_unsupported_reason(x, gate_up, down, group_sizes, *, scales=None, row_weights=None):
     del row_weights
     first, second = scales or (None, None)
-    return refusal(x, gate_up, group_sizes, w_scale=first, swiglu=True) or refusal(
-        x, down, group_sizes, w_scale=second
-    )
+    return unsupported_reason(
+        x, gate_up, group_sizes, w_scale=first, swiglu=True
+    ) or unsupported_reason(x, down, group_sizes, w_scale=second)
 
 
-def block_scaled_refusal(x, w, w_scale):
+def block_scaled_unsupported_reason(x, w, w_scale):
     if x.shape[0] > _MAX_DENSE_ROWS:
         return (
             f"{x.shape[0]} rows, more than {_MAX_DENSE_ROWS}: widening the weights once is little"
             " beside the product"
         )
     stacks = (jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in (w, w_scale))
-    return refusal(x, next(stacks), None, w_scale=next(stacks))
+    return unsupported_reason(x, next(stacks), None, w_scale=next(stacks))
 
 
 def block_scaled_matmul_mosaic(x, w, w_scale, *, interpret=None, sms=_SMS):

@@ -28,7 +28,7 @@ _SWIZZLE = 64
 _CHUNK = 64  # columns handled at a time where a whole row would not fit the registers
 
 
-def refusal(
+def unsupported_reason(
     q,
     k_pool,
     v_pool,
@@ -60,9 +60,11 @@ def refusal(
     return None
 
 
-def prefill_refusal(q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, **options):
+def prefill_unsupported_reason(
+    q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, **options
+):
     del q_starts, seq_ids
-    return refusal(q, k_pool, v_pool, block_tables, kv_lens, **options)
+    return unsupported_reason(q, k_pool, v_pool, block_tables, kv_lens, **options)
 
 
 def mla_prefill_mosaic(q, k_pool, v_pool, block_tables, kv_lens, q_starts, seq_ids, **options):

@@ -24,7 +24,7 @@ _STAGES = 3
 _BLOCKS_WANTED = 2 * 132  # two blocks per SM of an H200
 
 
-def refusal(
+def unsupported_reason(
     q,
     k_pool,
     v_pool,
@@ -46,10 +46,10 @@ def refusal(
         return f"{group} heads per kv head x {q_per_seq} rows > {ROWS}"
     if q.dtype != jnp.bfloat16:
         return f"queries in {q.dtype}, needs bfloat16"
-    return pool_refusal(k_pool) or pool_refusal(v_pool)
+    return pool_unsupported_reason(k_pool) or pool_unsupported_reason(v_pool)
 
 
-def pool_refusal(pool) -> str | None:
+def pool_unsupported_reason(pool) -> str | None:
     _, bs, _, d = pool.shape
     if pool.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         return f"pool in {pool.dtype}, needs bfloat16 or float8_e4m3fn"

@@ -26,7 +26,7 @@ _STAGES = 2
 _CHUNK = 64
 
 
-def refusal(
+def unsupported_reason(
     q,
     k_pool,
     v_pool,

@@ -8,25 +8,18 @@ returns); it looks at no clock.
 Life of a request (ids on the right are attempt ids, `request_id@attempt`, so nothing can find an
 older attempt's result):
 
-    add(request_id, prompt_token_ids, max_tokens)      queued in the router
-    dispatch() -> [Assignment]                         give it to `prompt_engine`
-    place(attempt) -> completion engine or None        before its KV moves; None: nobody has room,
-    ask again later
-    prefill_progress(attempt, tokens, seconds)         a chunk is computed (feeds the queue-time
-    estimate)
-    prefilled(attempt)                                 its KV waits on the prompt engine until it is
-    delivered
-    unplace(attempt)                                   that completion engine refused or failed:
-    place() again
-    delivered(attempt)                                 the completion engine has it; the prompt
-    engine is free of it
-    finish(attempt) -> request_id or None              exactly once per request; None: late,
-    duplicate or cancelled
-    fail(attempt, reason) -> Verdict                   queued again under a new attempt id, or given
-    up
-    cancel(request_id) -> [(engine, attempt)]          both sides that must be told
-    engine_failed(name, reason) -> [Verdict]           for everything it held;
-    engine_recovered(name) brings it back
+    add(request_id, prompt_token_ids, max_tokens)   queued in the router
+    dispatch() -> [Assignment]                      give it to `prompt_engine`
+    assign_decode(attempt) -> engine or None        before its KV moves; None: no room, ask later
+    prefill_progress(attempt, tokens, seconds)      a chunk is computed (feeds the time estimate)
+    prefilled(attempt)                              its KV waits on the prompt engine
+    release_decode(attempt)                         refused or failed: assign_decode() again
+    delivered(attempt)                              the prompt engine is free of it
+    finish(attempt) -> request_id or None           once per request; None: late or cancelled
+    fail(attempt, reason) -> Verdict                queued under a new attempt id, or given up
+    cancel(request_id) -> [(engine, attempt)]       both sides, to be notified
+    engine_failed(name, reason) -> [Verdict]        for everything it held
+    engine_recovered(name)                          brings it back
 """
 
 from __future__ import annotations
@@ -107,14 +100,14 @@ class Assignment:
 @dataclass(frozen=True)
 class Verdict:
     """A failed attempt. retry: the request is queued again; otherwise it has ended, and the caller
-    must be told `reason`. told: engines, beside the failed one, that still hold the attempt and
-    must cancel it."""
+    must be told `reason`. engines_to_notify: engines, beside the failed one, that
+    still hold the attempt and must cancel it."""
 
     request_id: str
     attempt_id: str
     reason: str
     retry: bool
-    told: tuple[str, ...] = ()
+    engines_to_notify: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -325,7 +318,7 @@ class Router:
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def place(self, attempt_id: str, exclude: Iterable[str] = ()) -> str | None:
+    def assign_decode(self, attempt_id: str, exclude: Iterable[str] = ()) -> str | None:
         """Chooses and charges a completion engine: the one whose fuller dimension (requests, KV
         tokens) stays lowest."""
         job = self._current(attempt_id)
@@ -366,7 +359,7 @@ class Router:
         best.tokens += min(need, best.capacity.max_len)
         return best.name
 
-    def unplace(self, attempt_id: str, completion_engine: str | None = None) -> None:
+    def release_decode(self, attempt_id: str, completion_engine: str | None = None) -> None:
         """The chosen completion engine (if it is still the given one) will not get this request
         after all."""
         job = self._current(attempt_id)
@@ -410,12 +403,12 @@ class Router:
         job = self.jobs.get(request_id)
         if job is None:
             return []
-        told = [
+        engines_to_notify = [
             (e, job.attempt_id) for e in (job.prompt_engine, job.completion_engine) if e is not None
         ]
         self._drop(job)
         self.counters["cancelled"] += 1
-        return told
+        return engines_to_notify
 
     def engine_failed(self, name: str, reason: str) -> list[Verdict]:
         """An engine is gone: one verdict per request it held. It gets nothing more until
@@ -437,7 +430,7 @@ class Router:
 
     def _fail(self, job: Job, reason: str, retry: bool, failed: tuple[str, ...]) -> Verdict:
         attempt_id = job.attempt_id
-        told = tuple(
+        engines_to_notify = tuple(
             e
             for e in (job.prompt_engine, job.completion_engine)
             if e is not None and e not in failed
@@ -455,7 +448,7 @@ class Router:
         else:
             self._drop(job)
             self.counters["failed"] += 1
-        return Verdict(job.request_id, attempt_id, reason, retry, told)
+        return Verdict(job.request_id, attempt_id, reason, retry, engines_to_notify)
 
     def is_current(self, attempt_id: str) -> bool:
         """This attempt is being served, and may still answer its request."""

@@ -19,8 +19,9 @@ from deepinfer_jax.scheduler.simulation.costs import StepCosts
 class EngineSpec:
     """`count` equal engines of `dp` ranks each. config: limits of one rank, role and ZOS included.
 
-    acceptance: chance that a draft is accepted, given that the one before it was (config.nextn >
-    0). costs: seconds of this engine's steps, instead of those given to simulate().
+    acceptance: chance that a draft is accepted, given that the one before it was
+    (config.num_speculative_tokens > 0). costs: seconds of this engine's steps, instead of those
+    given to simulate().
     """
 
     config: SchedulerConfig

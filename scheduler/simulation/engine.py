@@ -137,7 +137,9 @@ class SimEngine:
         return self.costs.prefill_seconds(tokens, keys / tokens)
 
     def _decode_seconds(self, out: SchedulerOutputs) -> float:
-        rows = out.slots.size if not self.spec.config.nextn else int(out.q_lens.sum())
+        rows = (
+            out.slots.size if not self.spec.config.num_speculative_tokens else int(out.q_lens.sum())
+        )
         return self.costs.decode_seconds(rows, int(out.kv_lens.sum()) / out.slots.size)
 
     def _settle(self, outputs: list[SchedulerOutputs]) -> None:
@@ -190,16 +192,16 @@ class SimEngine:
 
     def _process_decode(self, rank: int, out: SchedulerOutputs) -> None:
         s, slots = self.schedulers[rank], out.slots
-        nextn = self.spec.config.nextn
+        num_speculative_tokens = self.spec.config.num_speculative_tokens
         to_end = (
             self._end_at[rank][slots] - s.slots.num_tokens[slots]
         )  # 1: the next token is the last
-        if not nextn:
+        if not num_speculative_tokens:
             processed = s.process_outputs(out, (to_end <= 1).astype(np.int32))
         else:
-            tokens = (to_end[:, None] <= np.arange(1, nextn + 2)).astype(np.int32)
+            tokens = (to_end[:, None] <= np.arange(1, num_speculative_tokens + 2)).astype(np.int32)
             hits = (
-                (self._rng.random((slots.size, nextn)) < self.spec.acceptance)
+                (self._rng.random((slots.size, num_speculative_tokens)) < self.spec.acceptance)
                 .cumprod(axis=1)
                 .sum(axis=1)
             )

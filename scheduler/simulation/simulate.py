@@ -289,7 +289,7 @@ class Simulation:
         completion engine has room."""
         attempt = self._attempts[move.sent.request_id]
         refused: list[str] = []
-        while (name := self.router.place(attempt, exclude=refused)) is not None:
+        while (name := self.router.assign_decode(attempt, exclude=refused)) is not None:
             engine = self.engines[name]
             for rank in engine.ranks_by_load():
                 s = engine.schedulers[rank]
@@ -298,7 +298,7 @@ class Simulation:
                 ):
                     self._send(move, engine, s)
                     return True
-            self.router.unplace(attempt)
+            self.router.release_decode(attempt)
             refused.append(name)
         completions = [e for e in self.engines.values() if not e.policy.does_prefill]
         if any(self._fits(e.schedulers[0], move.received) for e in completions):

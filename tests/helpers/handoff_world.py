@@ -20,7 +20,7 @@ from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.disagg.protocol import HandoffConfig, Message, PeerLost, Refused
 from deepinfer_jax.disagg.receiver import Receiver
 from deepinfer_jax.disagg.sender import Sender
-from deepinfer_jax.disagg.split_request import SplitRequest
+from deepinfer_jax.disagg.split_request import FannedOutRequest
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.scheduler import EngineType, SchedulerConfig, Sequence
@@ -307,7 +307,7 @@ class World(Coordinator):
         self.serial = itertools.count()
         self.in_transit: list = []
         self.limits: dict[str, dict] = {}
-        self.prompts: dict[str, SplitRequest] = {}
+        self.prompts: dict[str, FannedOutRequest] = {}
         self.streaming: dict[str, bool] = {}
         self.results: dict[str, RequestOutput] = {}
         self.links: dict[tuple[str, str], tuple[FakeLink, FakeLink]] = {}
@@ -407,7 +407,7 @@ class World(Coordinator):
     ) -> None:
         kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, output_kind=kind, n=n)
-        request = SplitRequest.make(request_id, None, prompt, params, lambda: 1, self.now)
+        request = FannedOutRequest.make(request_id, None, prompt, params, lambda: 1, self.now)
         for part in request.parts:
             self.limits[part.id] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
         self.prompts[request_id] = request

@@ -54,14 +54,14 @@ class FakeDevice:
         self.state = np.full(max(1, config.num_state_slots), 0xBEEF, np.uint64)
 
     def run(self, out):
-        """Runs one step; (token_ids [n, 1 + nextn], num_new [n])."""
+        """Runs one step; (token_ids [n, 1 + num_speculative_tokens], num_new [n])."""
         self._edit(out)
         if out.is_prefill:
             tokens = np.array([[self._prefill(item)] for item in out.prefill], np.int32).reshape(
                 -1, 1
             )
             return tokens, np.ones(len(tokens), np.int32)
-        tokens = np.full((out.slots.size, 1 + self.config.nextn), -7, np.int32)
+        tokens = np.full((out.slots.size, 1 + self.config.num_speculative_tokens), -7, np.int32)
         counts = np.zeros(out.slots.size, np.int32)
         seqs = out.seqs
         for row, (slot, q_len, kv_len) in enumerate(
@@ -123,7 +123,7 @@ class FakeDevice:
         length, blocks = int(self.length[slot]), self.table[slot, : self.pages[slot]]
         true_kv = length - 1 + q_len
         assert true_kv <= kv_len <= self.config.runtime_max_model_len + 1, (seq, true_kv, kv_len)
-        assert self.config.nextn or kv_len == true_kv, (seq, true_kv, kv_len)
+        assert self.config.num_speculative_tokens or kv_len == true_kv, (seq, true_kv, kv_len)
         assert kv_len <= blocks.size * self.config.block_size, (seq, kv_len, blocks)
         total, token, made = self._sum(blocks, length - 1), int(self.last[slot]), []
         for j in range(q_len):

@@ -130,7 +130,7 @@ class Driver:
             assert (
                 out.slots.size <= c.max_num_seqs and len(set(out.slots.tolist())) == out.slots.size
             )
-            assert ((out.q_lens >= 1) & (out.q_lens <= 1 + c.nextn)).all()
+            assert ((out.q_lens >= 1) & (out.q_lens <= 1 + c.num_speculative_tokens)).all()
         assert s.num_running <= c.max_num_seqs
 
     def run(self, max_steps: int = 10_000) -> None:

@@ -29,9 +29,9 @@ def random_config(rng: random.Random, role: EngineType, **fixed) -> SchedulerCon
         else max_model_len + 2 * cp + rng.randint(0, 30)
     )
     pages = -(-max_model_len // block_size)
-    nextn = rng.choice([0, 0, 0, 1, 3])
+    num_speculative_tokens = rng.choice([0, 0, 0, 1, 3])
     num_seqs = rng.randint(1, 9)
-    stateful = nextn == 0 and rng.random() < 0.25
+    stateful = num_speculative_tokens == 0 and rng.random() < 0.25
     values = dict(
         role=role,
         block_size=block_size,
@@ -42,7 +42,7 @@ def random_config(rng: random.Random, role: EngineType, **fixed) -> SchedulerCon
         chunked_prefill=chunked,
         stop_preempted_request=not role.policy.allows_recompute or rng.random() < 0.3,
         prefill_max_sum_seqlen_k=rng.choice([2**30, max_model_len * 2]),
-        nextn=nextn if role.policy.has_draft_pool else 0,
+        num_speculative_tokens=num_speculative_tokens if role.policy.has_draft_pool else 0,
         zos=rng.random() < 0.5 if role.policy.does_decode else False,
         context_parallel_size=cp,
         prefill_attempt_interval=rng.randint(1, 7),
@@ -200,7 +200,7 @@ class Episode:
                     EngineType.COMPLETION,
                     **shared,
                     enable_prefix_caching=False,
-                    nextn=0,
+                    num_speculative_tokens=0,
                     max_num_seqs=ce.max_num_seqs,
                 )
             self.decode = Driver(ce, rng.choice([1, 2]), lambda: self.now, check_every=8, rng=rng)
@@ -275,7 +275,7 @@ class Episode:
     def choose_drafts(self) -> None:
         config = self.decode.config
         slots = np.arange(config.max_num_seqs)
-        drafts = [self.rng.randint(0, config.nextn) for _ in slots]
+        drafts = [self.rng.randint(0, config.num_speculative_tokens) for _ in slots]
         self.rng.choice(self.decode.schedulers).set_num_drafts(slots, np.array(drafts))
 
     def add(self) -> None:

@@ -93,7 +93,8 @@ class NaiveScheduler:
         while queue:
             s = queue.pop()
             drafts = min(
-                self.c.nextn, min(s.prompt + s.max_tokens, self.c.max_model_len) - len(s) - 1
+                self.c.num_speculative_tokens,
+                min(s.prompt + s.max_tokens, self.c.max_model_len) - len(s) - 1,
             )
             need = self.pages(len(s) + drafts) - s.blocks
             while need > self.free() and queue:

@@ -91,7 +91,7 @@ def test_kv_counter_is_one_behind_the_tokens_while_decoding():
 
 def test_accepted_drafts_are_appended_one_by_one():
     seq = make_seq("a", 5, max_tokens=20)
-    s, out = start(seq, nextn=3)
+    s, out = start(seq, num_speculative_tokens=3)
     feed(s, out, 9)
     processed = feed(s, s.schedule_decode(), 1, 2, 3)
     assert processed.num_accepted.tolist() == [3] and seq.output_token_ids.tolist() == [9, 1, 2, 3]
@@ -103,7 +103,7 @@ def test_accepted_drafts_are_appended_one_by_one():
 
 def test_tokens_behind_a_stop_are_dropped():
     seq = make_seq("a", 5, max_tokens=20, eos_token_ids=(2,))
-    s, out = start(seq, nextn=3)
+    s, out = start(seq, num_speculative_tokens=3)
     feed(s, out, 9)
     processed = feed(s, s.schedule_decode(), 1, 2, 3, 4)
     assert (
@@ -115,7 +115,7 @@ def test_tokens_behind_a_stop_are_dropped():
 
 def test_tokens_behind_the_length_limit_are_dropped():
     seq = make_seq("a", 5, max_tokens=3)
-    s, out = start(seq, nextn=3, zos=True)
+    s, out = start(seq, num_speculative_tokens=3, zos=True)
     second = s.schedule_decode()  # drafts in flight: optimistic
     feed(s, out, 9)
     processed = feed(s, second, 1, 2)
@@ -127,7 +127,7 @@ def test_tokens_behind_the_length_limit_are_dropped():
 
 
 def test_rows_vary_in_number_of_drafts():
-    s = Scheduler(small_config(nextn=2))
+    s = Scheduler(small_config(num_speculative_tokens=2))
     for name in "ab":
         s.add_request(make_seq(name, 5, max_tokens=20))
     s.process_outputs(s.schedule(), np.array([9, 9]))
@@ -141,7 +141,7 @@ def test_rows_vary_in_number_of_drafts():
 
 @pytest.mark.parametrize("num_new", [[0], [5], [[1]]])
 def test_impossible_counts_are_refused(num_new):
-    s, out = start(make_seq("a"), nextn=3)
+    s, out = start(make_seq("a"), num_speculative_tokens=3)
     feed(s, out, 9)
     out = s.schedule_decode()
     with pytest.raises(ValueError, match="num_new"):
@@ -202,7 +202,7 @@ def test_token_rows_of_any_length_and_offset_lose_nothing(monkeypatch):
     monkeypatch.setattr(
         slots, "RECENT_TOKENS", 3
     )  # rows fill every third step, at different steps per slot
-    d = Driver(small_config(zos=True, nextn=2, num_blocks=100))
+    d = Driver(small_config(zos=True, num_speculative_tokens=2, num_blocks=100))
     for i in range(8):
         d.schedulers[0].add_request(make_seq(i, 4, max_tokens=30, first=i, ignore_eos=True))
     d.run()  # compares every token

@@ -215,7 +215,7 @@ def test_rule_4_scheduled_are_sorted_by_length_descending():
 
 
 def test_rule_4_q_lens_follow_the_drafts_to_verify():
-    s = running([3, 2, 1], nextn=3)
+    s = running([3, 2, 1], num_speculative_tokens=3)
     s.set_num_drafts(np.array([s.get(0).slot, s.get(1).slot]), np.array([0, 2]))
     out = s.schedule_decode()
     assert (
@@ -223,12 +223,12 @@ def test_rule_4_q_lens_follow_the_drafts_to_verify():
         and out.q_lens.tolist() == [1, 3, 4]
         and out.kv_lens.tolist() == [6, 7, 7]
     )
-    with pytest.raises(ValueError, match=r"nextn=3"):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=3"):
         s.set_num_drafts(np.array([0]), np.array([4]))
 
 
 def test_drafts_never_reach_past_the_length_limit():
-    s = Scheduler(small_config(nextn=3))
+    s = Scheduler(small_config(num_speculative_tokens=3))
     s.add_request(make_seq("a", 4, max_tokens=3))
     commit(s, s.schedule())
     assert s.schedule_decode().q_lens.tolist() == [2]  # one token may follow, and the one after it

@@ -28,7 +28,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         chunked_prefill=chunked,
         stop_preempted_request=rng.random() < 0.4,
         prefill_max_sum_seqlen_k=rng.choice([2**30, max_model_len, 2 * max_model_len]),
-        nextn=rng.choice([0, 0, 2]),
+        num_speculative_tokens=rng.choice([0, 0, 2]),
         prefill_attempt_interval=rng.randint(1, 6),
         prefill_any_attempt_interval=rng.randint(1, 9),
     )
@@ -66,8 +66,9 @@ def compare_step(s: Scheduler, naive: NaiveScheduler, twins: dict, rng: random.R
         np.int32,
     )
     tokens = np.array(
-        [[rng.randint(0, 14) for _ in range(1 + s.config.nextn)] for _ in seqs], np.int32
-    ).reshape(len(seqs), 1 + s.config.nextn)
+        [[rng.randint(0, 14) for _ in range(1 + s.config.num_speculative_tokens)] for _ in seqs],
+        np.int32,
+    ).reshape(len(seqs), 1 + s.config.num_speculative_tokens)
     if kind == "prefill":
         tokens = tokens[:, :1]
     s.process_outputs(out, tokens, counts)

@@ -91,14 +91,14 @@ def test_invariant_7_an_idle_prompt_step_is_an_empty_prefill_output_not_none():
 
 
 def test_kv_counter_never_passes_the_tokens():
-    s = Scheduler(small_config(zos=True, nextn=2))
+    s = Scheduler(small_config(zos=True, num_speculative_tokens=2))
     seq = make_seq("a", 6, max_tokens=30)
     s.add_request(seq)
     pending = s.schedule()
     for _ in range(10):
         following = s.schedule_decode()
-        upper = seq.num_tokens + 1 + s.config.nextn
-        assert following.kv_lens[0] <= upper + 1 + s.config.nextn
+        upper = seq.num_tokens + 1 + s.config.num_speculative_tokens
+        assert following.kv_lens[0] <= upper + 1 + s.config.num_speculative_tokens
         tokens = np.full((1, 1 if pending.is_prefill else 3), 9)
         s.process_outputs(pending, tokens, np.array([1 if pending.is_prefill else 2]))
         assert seq.num_tokens - 1 == seq.num_cached
@@ -124,6 +124,6 @@ def test_check_integrity_sees_damage(damage):
     elif damage == "block":
         s.blocks.pin(seq.block_ids)
     else:
-        s.slots.upper[seq.slot] += 3
+        s.slots.max_num_tokens[seq.slot] += 3
     with pytest.raises(AssertionError):
         s.check_integrity()

@@ -232,7 +232,7 @@ def test_all_blocks_of_a_prompt_are_allocated_with_its_first_chunk():
 
 
 def test_last_chunk_takes_a_slot_which_is_also_the_draft_slot():
-    s = scheduler(chunked_prefill=True, max_num_batched_tokens=8, nextn=2)
+    s = scheduler(chunked_prefill=True, max_num_batched_tokens=8, num_speculative_tokens=2)
     add(s, make_seq("a", 12))
     out = s.schedule()
     assert out.admitted == [] and s.num_running == 0

@@ -77,7 +77,9 @@ def test_engine_name_is_role_and_device(role):
 )
 def test_moe_buffer_tokens(role, tokens):
     assert (
-        role.policy.moe_tokens_per_rank(max_prefill_tokens=4096, max_num_seqs=256, nextn=5)
+        role.policy.moe_tokens_per_rank(
+            max_prefill_tokens=4096, max_num_seqs=256, num_speculative_tokens=5
+        )
         == tokens
     )
 
@@ -114,7 +116,7 @@ def config(**changes):
         (dict(prefill_max_sum_seqlen_k=31), ("prefill_max_sum_seqlen_k=31", "32")),
         (dict(num_blocks=0), ("num_blocks", "0")),
         (dict(max_num_seqs=0), ("max_num_seqs", "0")),
-        (dict(nextn=-1), ("nextn", "-1")),
+        (dict(num_speculative_tokens=-1), ("num_speculative_tokens", "-1")),
         (dict(role=7), ("7",)),
         (
             dict(num_state_slots=8, enable_prefix_caching=True),
@@ -137,10 +139,14 @@ def test_prompt_limit_depends_on_chunking():
 
 
 @pytest.mark.parametrize(
-    ("nextn", "zos", "bound"), [(0, False, 32), (0, True, 33), (2, False, 36), (2, True, 39)]
+    ("num_speculative_tokens", "zos", "bound"),
+    [(0, False, 32), (0, True, 33), (2, False, 36), (2, True, 39)],
 )
-def test_runtime_length_bound(nextn, zos, bound):
-    assert config(nextn=nextn, zos=zos).runtime_max_model_len == bound
+def test_runtime_length_bound(num_speculative_tokens, zos, bound):
+    assert (
+        config(num_speculative_tokens=num_speculative_tokens, zos=zos).runtime_max_model_len
+        == bound
+    )
 
 
 def test_only_normal_reserves_output_storage_when_queued():

@@ -169,7 +169,7 @@ def call(case: Case, x, rows, layers, last_norm, pools) -> Result:
             values,
             eps=EPS,
             scale=case.d**-0.5,
-            separate=None,
+            unfused=None,
             implementation="native",
         )
 
@@ -201,7 +201,7 @@ def test_donated_pools_are_written_in_place():
 
     def run(keys, values):
         return cpu_decoder.decoder_layers_native(
-            x, rows, layers, last_norm, keys, values, eps=EPS, scale=1.0, separate=None
+            x, rows, layers, last_norm, keys, values, eps=EPS, scale=1.0, unfused=None
         )
 
     memory = jax.jit(run, donate_argnums=(0, 1)).lower(*pools).compile().memory_analysis()
@@ -219,7 +219,7 @@ def test_donated_pools_are_written_in_place():
 def test_what_it_refuses_runs_separately(change, reason):
     case = Case(**({"lens": (3,)} | change))
     x, rows, layers, _, last_norm, pools = problem(case)
-    assert reason in cpu_decoder.refusal(x, rows, tuple(layers), last_norm, *pools)
-    separate = lambda: Result(x, (), ())  # noqa: E731
-    got = decoder_layers(x, rows, layers, last_norm, *pools, eps=EPS, scale=1.0, separate=separate)
+    assert reason in cpu_decoder.unsupported_reason(x, rows, tuple(layers), last_norm, *pools)
+    unfused = lambda: Result(x, (), ())  # noqa: E731
+    got = decoder_layers(x, rows, layers, last_norm, *pools, eps=EPS, scale=1.0, unfused=unfused)
     assert got.hidden is x

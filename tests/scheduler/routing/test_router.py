@@ -25,7 +25,7 @@ def prompt(length, first=0):
 
 
 def to_decode(router, attempt):
-    placed = router.place(attempt)
+    placed = router.assign_decode(attempt)
     router.prefilled(attempt)
     router.delivered(attempt)
     return placed
@@ -82,8 +82,8 @@ def test_decode_balances_both_dimensions():
     for i, length in enumerate([500, 500, 500, 10, 10]):
         r.add(f"r{i}", prompt(length), 100)
     r.dispatch()
-    assert [r.place(f"r{i}@1") for i in range(5)] == ["few", "many", "few", "many", "many"]
-    assert r.place("r0@1") == "few", "placing twice changes nothing"
+    assert [r.assign_decode(f"r{i}@1") for i in range(5)] == ["few", "many", "few", "many", "many"]
+    assert r.assign_decode("r0@1") == "few", "placing twice changes nothing"
     r.check_integrity()
 
 
@@ -93,12 +93,12 @@ def test_back_pressure_stops_prefilling_until_kv_leaves():
         r.add(f"r{i}", prompt(10), 8)
         for a in r.dispatch():
             r.prefilled(a.attempt_id)
-    assert r.place("r0@1") == "C0" and r.place("r1@1") is None
+    assert r.assign_decode("r0@1") == "C0" and r.assign_decode("r1@1") is None
     assert len(r.queue) == 2 and not r.dispatch()
     r.delivered("r0@1")
     assert [a.request_id for a in r.dispatch()] == ["r2"]
-    assert r.place("r1@1") is None
-    assert r.finish("r0@1") == "r0" and r.place("r1@1") == "C0"
+    assert r.assign_decode("r1@1") is None
+    assert r.finish("r0@1") == "r0" and r.assign_decode("r1@1") == "C0"
     r.check_integrity()
 
 
@@ -106,9 +106,9 @@ def test_refusal_by_one_completion_engine_goes_to_another():
     r = make()
     r.add("a", prompt(10), 8)
     r.dispatch()
-    first = r.place("a@1")
-    r.unplace("a@1")
-    assert r.place("a@1", exclude=[first]) not in (first, None)
+    first = r.assign_decode("a@1")
+    r.release_decode("a@1")
+    assert r.assign_decode("a@1", exclude=[first]) not in (first, None)
     r.check_integrity()
 
 
@@ -116,13 +116,13 @@ def test_retry_gets_a_new_id_and_the_old_one_finds_nothing():
     r = make()
     r.add("a", prompt(10), 8)
     (first,) = r.dispatch()
-    r.place(first.attempt_id)
+    r.assign_decode(first.attempt_id)
     (verdict,) = r.engine_failed(first.prompt_engine, "killed")
-    assert verdict.retry and verdict.told == ("C0",) and verdict.reason == "killed"
+    assert verdict.retry and verdict.engines_to_notify == ("C0",) and verdict.reason == "killed"
     assert r.finish(first.attempt_id) is None and r.fail(first.attempt_id, "late") is None
     (second,) = r.dispatch()
     assert second.attempt_id == "a@2" and second.prompt_engine != first.prompt_engine
-    assert r.finish(first.attempt_id) is None and r.place(first.attempt_id) is None
+    assert r.finish(first.attempt_id) is None and r.assign_decode(first.attempt_id) is None
     r.prefilled(first.attempt_id)
     assert to_decode(r, "a@2") and r.finish("a@2") == "a" and r.finish("a@2") is None
     r.check_integrity()
@@ -163,7 +163,7 @@ def test_cancel_reaches_both_sides_at_every_stage():
     assert r.cancel("a") == [("P0", "a@1")]
     r.add("b", prompt(5), 4)
     r.dispatch()
-    r.place("b@1")
+    r.assign_decode("b@1")
     assert r.cancel("b") == [("P0", "b@1"), ("C0", "b@1")]
     r.add("c", prompt(5), 4)
     r.dispatch()
@@ -226,7 +226,7 @@ def test_random_events_lose_and_double_nothing(seed):
                 case 0 | 1:
                     r.prefill_progress(attempt, rng.randint(1, 20), rng.random())
                 case 2 | 3:
-                    if r.place(attempt):
+                    if r.assign_decode(attempt):
                         to_decode(r, attempt)
                 case 4 | 5:
                     if (done := r.finish(attempt)) is not None:

@@ -153,11 +153,14 @@ def test_prefill_stalls_decoding_in_normal_and_not_in_a_split():
 
 
 def test_accepted_drafts_halve_the_steps():
-    result = run(one(output_length=21), "normal:nextn=1,acceptance=1,zos=0")
+    result = run(one(output_length=21), "normal:num_speculative_tokens=1,acceptance=1,zos=0")
     assert result.rank_steps == 11
     assert result.requests.output_tokens == 21
     assert (result.gap_counts[result.gap_seconds == 0].sum(), result.gap_counts.sum()) == (10, 20)
-    assert run(one(output_length=21), "normal:nextn=1,acceptance=0,zos=0").rank_steps == 21
+    assert (
+        run(one(output_length=21), "normal:num_speculative_tokens=1,acceptance=0,zos=0").rank_steps
+        == 21
+    )
 
 
 def test_shared_prefixes_are_prefilled_once():
@@ -208,12 +211,12 @@ DEPLOYMENTS = [
     "normal",
     "normal:blocks=64,stop_preempted_request=0",
     "normal:2:dp=3,zos=0,blocks=80",
-    "normal:dp=2,nextn=2,acceptance=0.6,seqs=8",
+    "normal:dp=2,num_speculative_tokens=2,acceptance=0.6,seqs=8",
     "normal:priority_scheduling=1,fair_users=1,expected_output_fraction=0.5,blocks=64",
     "pd:1P:2D",
     "pd:2P:1D:d.dp=2,d.seqs=4,p.seqs=6,p.blocks=48",
     "pd:1P:1D:reserve=0,d.blocks=48",
-    "pd:1P:3D:p.zos=1,d.zos=0,d.nextn=1,acceptance=0.5,latency=0.2,bandwidth=1e6",
+    "pd:1P:3D:p.zos=1,d.zos=0,d.num_speculative_tokens=1,acceptance=0.5,latency=0.2,bandwidth=1e6",
 ]
 
 
@@ -251,7 +254,7 @@ def test_random_deployments_lose_nothing(seed):
         seed=seed,
     )
     options = f"blocks={pick(9, 20, 80)},seqs={pick(1, 3, 20)},tokens={pick(16, 64, 1024)}"
-    options += f",nextn={pick(0, 2)},acceptance=0.5"
+    options += f",num_speculative_tokens={pick(0, 2)},acceptance=0.5"
     options += f",dp={pick(1, 2, 3)},enable_prefix_caching={pick(0, 1)}"
     options += f",interval={pick(1, 20)},zos={pick(0, 1)}"
     for deployment in (
@@ -309,7 +312,9 @@ def test_a_stall_is_an_error_with_the_state(monkeypatch):
         run(one(), "pd:1P:1D")
 
 
-@pytest.mark.parametrize("deployment", ["normal:2:dp=2,nextn=1,acceptance=0.5", "pd:2P:2D"])
+@pytest.mark.parametrize(
+    "deployment", ["normal:2:dp=2,num_speculative_tokens=1,acceptance=0.5", "pd:2P:2D"]
+)
 def test_the_same_arguments_give_the_same_result(deployment):
     first, second = (run(crowded_trace(5), deployment) for _ in range(2))
     assert first.to_json() == second.to_json()

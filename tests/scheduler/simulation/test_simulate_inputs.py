@@ -422,7 +422,7 @@ def test_deployments_in_words():
         ("pd:1P:1D:p.latency=3", "unknown option 'p.latency=3'"),
         ("normal:dp=0", "NORMAL engines: dp must be >= 1, got 0"),
         ("normal:num_blocks=0", "num_blocks must be >= 1, got 0"),
-        ("normal:nextn=1,acceptance=2", r"acceptance must lie in \[0, 1\], got 2"),
+        ("normal:num_speculative_tokens=1,acceptance=2", r"acceptance must lie in \[0, 1\], got 2"),
         ("pd:1P:1D:bandwidth=0", "link bandwidth must be > 0"),
         ("pd:1P:1D:latency=-1", "link latency must be >= 0"),
         ("pd:1P:1D:reserve=2", r"reserve must lie in \[0, 1\]"),
