@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import ROLE_FIELDS
 from deepinfer_jax.disagg.protocol import HandoffConfig
+from deepinfer_jax.flags import add_dataclass_flags, add_model_flag, dataclass_values
 from deepinfer_jax.rpc.client import as_endpoint
 from deepinfer_jax.rpc.hub import HubConfig
 from deepinfer_jax.rpc.security import Security, is_loopback
@@ -94,8 +94,6 @@ model, the content is compared)."""
 
 
 def add_role_flags(parser: argparse.ArgumentParser, role: EngineType) -> None:
-    from deepinfer_jax.cli.common import add_model_flag
-
     add_model_flag(parser)
     add_dataclass_flags(parser, LaunchArgs, "process")
     add_dataclass_flags(parser, EngineArgs, "engine", skip=("model", "engine_type"))

