@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from deepinfer_jax import environ
+from deepinfer_jax.calls import Calls
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import DisaggregationConfig
 from deepinfer_jax.disagg.deployment import DisaggregatedEngine
@@ -92,6 +93,7 @@ class LLM:
                     f" {sorted(engine_args) or 'disaggregate'}"
                 )
             self.engine = RemoteEngine(router, model, tokenizer, **(router_options or {}))
+            self._calls = Calls(self.engine)
             return
         if model is None:
             raise ValueError("give a model, or the router of a deployment")
@@ -113,12 +115,14 @@ class LLM:
             meshes = {"prompt_mesh": prompt_mesh or {}, "completion_mesh": completion_mesh or {}}
             config = DisaggregationConfig.parse(disaggregate, **meshes, **(disaggregation or {}))
             self.engine = DisaggregatedEngine(fields, config, devices)
+            self._calls = Calls(self.engine)
             return
         args = EngineArgs(**fields)
         with tqdm(desc="compiling", unit="program", disable=not warm_up, dynamic_ncols=True) as bar:
             self.engine = LLMEngine(
                 args, devices=devices, warm_up_progress=partial(show_warm_up, bar)
             )
+        self._calls = Calls(self.engine)
 
     # ---- generation ------------------------------------------------------------------------------
 
@@ -140,19 +144,19 @@ class LLM:
         requests = self._requests(
             prompts, prompt_token_ids, sampling_params, RequestOutputKind.FINAL_ONLY
         )
-        ids = self._add_all(requests)
+        ids, outputs = self._start(requests)
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
             generated = 0
             try:
-                for output in self._run(ids):
+                for output in outputs:
                     done[output.request_id] = output
                     generated += sum(len(c.token_ids) for c in output.outputs)
                     rate = generated / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
                     bar.update()
             except BaseException:
-                self.engine.abort_request([i for i in ids if i not in done])
+                self._abandon([i for i in ids if i not in done])
                 raise
         return [done[i] for i in ids]
 
@@ -171,21 +175,20 @@ class LLM:
         requests = self._requests(
             prompts, prompt_token_ids, sampling_params, RequestOutputKind.DELTA
         )
-        ids = self._add_all(requests)
-        return self._stream(ids)
+        return self._stream(*self._start(requests))
 
-    def _stream(self, ids: list[str]) -> Iterator[RequestOutput]:
+    def _stream(self, ids: list[str], outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
         index = {request_id: str(i) for i, request_id in enumerate(ids)}
         left = set(ids)
         try:
-            for output in self._run(ids):
+            for output in outputs:
                 if output.finished:
                     left.discard(output.request_id)
                 output.request_id = index[output.request_id]
                 yield output
         finally:
             if left:
-                self.engine.abort_request(left)
+                self._abandon(left)
 
     def chat(
         self,
@@ -245,38 +248,25 @@ class LLM:
             for p, s in zip(batch, params, strict=True)
         ]
 
-    def _add_all(self, requests: list[tuple[PromptInput, SamplingParams]]) -> list[str]:
-        """Queues all or none. Ids never repeat, so outputs of an abandoned call cannot be taken for
-        this one's."""
+    def _start(
+        self, requests: list[tuple[PromptInput, SamplingParams]]
+    ) -> tuple[list[str], Iterator[RequestOutput]]:
+        """Queues all or none; their ids, and their outputs as they come."""
         call = next(self._serial)
-        ids: list[str] = []
+        ids = [f"{call}-{i}" for i in range(len(requests))]
+        box = self._calls.open(ids)
         try:
-            for i, (prompt, params) in enumerate(requests):
-                request_id = f"{call}-{i}"
+            for request_id, (prompt, params) in zip(ids, requests, strict=True):
                 self.engine.add_request(request_id, prompt, params)
-                ids.append(request_id)
         except Exception:
-            self.engine.abort_request(ids)
-            self._drain()
+            self._abandon(ids)
+            self._calls.drain()
             raise
-        return ids
+        return ids, self._calls.outputs(ids, box)
 
-    def _run(self, ids: list[str]) -> Iterator[RequestOutput]:
-        """Steps the engine until every id has ended; outputs of other calls' requests are dropped
-        with their call."""
-        left = set(ids)
-        while left:
-            for output in self.engine.step():
-                if output.request_id in left:
-                    if output.finished:
-                        left.discard(output.request_id)
-                    yield output
-        self._drain()
-
-    def _drain(self) -> None:
-        """Lets ended sequences give their blocks back."""
-        while self.engine.num_unfinished_requests == 0 and self.engine.has_unfinished_requests():
-            self.engine.step()
+    def _abandon(self, ids: Iterable[str]) -> None:
+        self._calls.close(ids)
+        self.engine.abort_request(list(ids))
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -295,7 +285,9 @@ class LLM:
         A request that streamed increments gives its last one only. Raises SnapshotError,
         SnapshotMismatch or ValueError before anything runs.
         """
-        ids = self.engine.restore(path)
+        with self._calls.between_steps():
+            ids = self.engine.restore(path)
+            box = self._calls.open(ids)
         used = [
             int(call)
             for call, dash, _ in (i.partition("-") for i in ids)
@@ -304,7 +296,7 @@ class LLM:
         self._serial = itertools.count(max(used, default=-1) + 1 + next(self._serial))
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
-            for output in self._run(ids):
+            for output in self._calls.outputs(ids, box):
                 if output.finished:
                     done[output.request_id] = output
                     bar.update()
