@@ -16,6 +16,28 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 1000
 """The most log-probabilities per token that a request may ask for."""
 
+MAX_COMPLETIONS = 16384
+"""The largest n; engines and routers have lower limits of their own."""
+
+MAX_INT32 = 2**31 - 1
+"""Token counts and ids are 32-bit integers on the device."""
+
+MAX_PRIORITY = 2**53
+"""Magnitude of a priority: what every message format carries exactly."""
+
+SMALLEST_PROBABILITY = 1e-30
+"""Positive limits (top_p) stay above this: smaller ones would be 0 as a float32."""
+
+MAX_TEMPERATURE = 1e30
+MAX_LOGIT_BIAS = 1e9
+REPETITION_PENALTIES = (1e-6, 1e6)
+"""Bounds that keep logit + bias, times or divided by a penalty, finite as a float32."""
+
+MAX_STOP_STRINGS = 1024
+MAX_STOP_TOKENS = 65536
+MAX_TEXT = 65536
+"""Characters of a stop string, a user id or a cache salt."""
+
 
 class RequestOutputKind(enum.Enum):
     """What each RequestOutput of a request holds."""
@@ -30,7 +52,7 @@ class SamplingParams:
     """Sampling options of one request. The names are those vLLM users know; every field is checked
     at construction.
 
-    Order of operations: repetition, presence and frequency penalties, `logit_bias`, then (unless
+    Order of operations: `logit_bias`, repetition, presence and frequency penalties, then (unless
     greedy) temperature, `min_p`, `top_k`, `top_p`, and one draw per generated token from a
     counter-based generator keyed by (seed, position).
 
@@ -38,24 +60,25 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Completions per prompt, >= 1."""
+    """Completions per prompt, 1 .. 16384 (an engine's own limit is EngineArgs.max_completions)."""
     temperature: float = 1.0
-    """>= 0; below 1e-5 the most probable token is taken (greedy)."""
+    """In [0, 1e30]; below 1e-5 the most probable token is taken (greedy)."""
     top_p: float = 1.0
-    """In (0, 1]: keep the most probable tokens whose mass reaches top_p."""
+    """In [1e-30, 1]: keep the most probable tokens whose mass reaches top_p."""
     top_k: int = -1
-    """Keep the k most probable tokens; -1 or 0 keeps all."""
+    """Keep the k most probable tokens; -1, 0 and everything from the vocabulary's size on keep all.
+    Below 2**31."""
     min_p: float = 0.0
     """In [0, 1]: drop tokens less probable than min_p times the most probable one."""
     repetition_penalty: float = 1.0
-    """> 0; above 1 makes tokens of the prompt and of the output less probable (logit / penalty, or
-    * penalty if negative)."""
+    """In [1e-6, 1e6]; above 1 makes tokens of the prompt and of the output less probable (logit /
+    penalty, or * penalty if negative)."""
     presence_penalty: float = 0.0
     """In [-2, 2]: subtracted once from the logit of every token already generated."""
     frequency_penalty: float = 0.0
     """In [-2, 2]: subtracted from the logit of a generated token, times its count."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> value added to its logit."""
+    """Token id -> value in [-1e9, 1e9] added to its logit."""
     seed: int | None = None
     """64-bit seed of this request's draws; None: the engine draws one."""
     max_tokens: int | None = 16
@@ -169,7 +192,7 @@ class SamplingParams:
         if self.seq_seed is not None:
             self._take_alias("seq_seed", "seed", self.seq_seed, unset=None)
         if self.first_n_token_no_eos is not None:
-            _check_int("first_n_token_no_eos", self.first_n_token_no_eos, 0)
+            _check_int("first_n_token_no_eos", self.first_n_token_no_eos, 0, MAX_INT32)
             self._take_alias(
                 "first_n_token_no_eos",
                 "min_tokens",
@@ -208,29 +231,29 @@ class SamplingParams:
             self._set("top_k", -1)
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1)
-        _check_number("temperature", self.temperature, 0.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _check_int("top_k", self.top_k, -1)
+        _check_int("n", self.n, 1, MAX_COMPLETIONS)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, SMALLEST_PROBABILITY, 1.0)
+        _check_int("top_k", self.top_k, -1, MAX_INT32)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, above_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias key", token, 0)
-            _check_number(f"logit_bias[{token}]", bias)
+            _check_int("logit_bias key", token, 0, MAX_INT32)
+            _check_number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _check_int("priority", self.priority)
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
 
     def _check_lengths(self) -> None:
-        _check_int("min_tokens", self.min_tokens, 0)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_INT32)
         if self.max_tokens is None:
             return
-        _check_int("max_tokens", self.max_tokens, 0)
+        _check_int("max_tokens", self.max_tokens, 0, MAX_INT32)
         if self.max_tokens == 0:
             self._set("max_tokens", 1)
         if self.min_tokens > self.max_tokens:
@@ -239,11 +262,14 @@ class SamplingParams:
             )
 
     def _check_rest(self) -> None:
+        _check_count("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}")
+            _check_text("a stop string", text)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids entry", token, 0)
+            _check_int("stop_token_ids entry", token, 0, MAX_INT32)
         if self.stop and not self.detokenize:
             raise ValueError(
                 f"stop={list(self.stop)!r} needs detokenize=True: stop strings are looked for in"
@@ -261,14 +287,15 @@ class SamplingParams:
         for name in ("user_id", "cache_salt"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
+            _check_text(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
 
 
-def _limits(low: float | None, high: float | None, above_low: bool = False) -> str:
+def _limits(low: float | None, high: float | None) -> str:
     parts = []
     if low is not None:
-        parts.append(f"{'>' if above_low else '>='} {low}")
+        parts.append(f">= {low}")
     if high is not None:
         parts.append(f"<= {high}")
     return " and ".join(parts)
@@ -282,21 +309,32 @@ def _check_int(name: str, value: Any, low: int | None = None, high: int | None =
         raise ValueError(f"{name} must be {_limits(low, high)}, got {value}")
 
 
-def _check_number(
-    name: str,
-    value: Any,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    above_low: bool = False,
-) -> None:
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    too_low = low is not None and (value <= low if above_low else value < low)
-    if too_low or (high is not None and value > high):
-        raise ValueError(f"{name} must be {_limits(low, high, above_low)}, got {value}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # an array, or an integer beyond any float
+        raise ValueError(f"{name} must be a number in [{low}, {high}]") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be {_limits(low, high)}, got {value}")
+
+
+def _check_count(name: str, values: Sequence[Any], most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"{name} must have at most {most} entries, got {len(values)}")
+
+
+def _check_text(name: str, text: str) -> None:
+    """Text that any process can encode and that fits into a message."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"{name} must have at most {MAX_TEXT} characters, got {len(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be valid Unicode, got {text!r}") from None
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

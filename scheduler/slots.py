@@ -69,7 +69,8 @@ class SlotTable:
         self.capacity[slot] = blocks.size * self.block_size
         self.in_flight[slot] = 0
         self.max_len[slot] = max_len
-        self.min_len[slot] = seq.prompt_len + seq.min_tokens
+        # beyond max_len it makes no difference, and 32 bits may not hold it
+        self.min_len[slot] = min(seq.prompt_len + seq.min_tokens, max_len)
         self.prompt_len[slot] = seq.prompt_len
         self.priority[slot] = seq.priority
         self.num_drafts[slot] = num_drafts

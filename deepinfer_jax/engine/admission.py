@@ -161,14 +161,15 @@ def new_sequence(
 ) -> Sequence:
     """The scheduler's view of one completion. Its id is never used twice, so late results cannot
     find a newer namesake."""
-    limit = engine.config.max_model_len
+    limit = engine.config.max_model_len  # what lies beyond it cannot matter
+    max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
     return Sequence(
         f"{request.request_id}#{next(_serial)}",
         tokens,
-        max_tokens=limit if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_tokens,
         eos_token_ids=engine.eos_token_ids,
         stop_token_ids=params.stop_token_ids or (),
-        min_tokens=params.min_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
         ignore_eos=params.ignore_eos,
         priority=params.priority,
         user_id=params.user_id,

@@ -17,7 +17,7 @@ from deepinfer_jax.outputs import (
     RequestOutput,
 )
 from deepinfer_jax.runner.decode_state import ResultRows
-from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+from deepinfer_jax.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.text.detokenizer import IncrementalDetokenizer, token_text
 from deepinfer_jax.text.tokenizer import Tokenizer
@@ -194,7 +194,8 @@ def fill_sampling_row(
     view["temperature"][row] = 0.0 if p.greedy else p.temperature
     view["seed"][row] = split_seed(c.seed)
     view["prompt_len"][row] = c.seq.prompt_len
-    view["min_len"][row] = c.seq.prompt_len + p.min_tokens if p.min_tokens else 0
+    least = c.seq.prompt_len + p.min_tokens if p.min_tokens else 0
+    view["min_len"][row] = min(least, MAX_INT32)
     banned = dict.fromkeys((*eos_ids, *(p.stop_token_ids or ()))) if p.min_tokens else ()
     view["eos_ids"][row] = -1
     view["eos_ids"][row, : len(banned)] = list(banned)
