@@ -2,6 +2,8 @@
 
 Names are imported when first used: `import deepinfer_jax.scheduler` on a machine that only
 schedules loads no JAX.
+
+Imports: llm, engine, config, outputs, sampling_params, scheduler.
 """
 
 from __future__ import annotations

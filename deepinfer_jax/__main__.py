@@ -1,4 +1,7 @@
-"""`python -m deepinfer_jax` and the `deepinfer-jax` command."""
+"""`python -m deepinfer_jax` and the `deepinfer-jax` command.
+
+Imports: cli.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """EngineArgs: what a user may set. EngineConfig: the frozen, validated result, one field per
-decision."""
+decision.
+
+Imports: environ, models, scheduler.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Each is read once, when first asked for, and cached: `environ.get("PREFILL_ATTEMPT_INTERVAL")`. A
 change of `os.environ` shows only after `rearm(name)`. Roles provide defaults with set-if-unset
 semantics, so an operator's explicit value wins.
+
+Imports: scheduler.
 """
 
 from __future__ import annotations

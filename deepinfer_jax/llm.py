@@ -1,4 +1,7 @@
-"""LLM: batch generation, streaming and chat over an engine."""
+"""LLM: batch generation, streaming and chat over an engine.
+
+Imports: disagg, rpc, snapshot, engine, text, config, environ, outputs, sampling_params.
+"""
 
 from __future__ import annotations
 

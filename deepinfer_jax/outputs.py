@@ -1,4 +1,7 @@
-"""What a request returns. Field names are those vLLM users know, so that their scripts port."""
+"""What a request returns. Field names are those vLLM users know, so that their scripts port.
+
+Imports: nothing of ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How one request samples: `SamplingParams`, checked once, at construction."""
+"""How one request samples: `SamplingParams`, checked once, at construction.
+
+Imports: nothing of ours.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@ XLA path and GPU kernels.
 
 Ops pick their implementation from the table in `dispatch` at trace time; `explain()` tells what was
 picked and why.
+
+Imports: kernels_pallas.cpu, kernels_pallas.mosaic.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
+"""Model definitions and how checkpoints become parameters.
 
+Imports: models.layers, kernels_pallas.
+"""

@@ -1,5 +1,8 @@
 """Role-aware scheduler: host side, NumPy only. One `Scheduler` per data-parallel rank, stepped
-together by `SchedulerGroup`."""
+together by `SchedulerGroup`.
+
+Imports: nothing of ours.
+"""
 
 from deepinfer_jax.scheduler.block_manager import BlockManager
 from deepinfer_jax.scheduler.config import SchedulerConfig

@@ -3,6 +3,9 @@ and `run(args) -> int`.
 
 A subcommand's module is imported only when it is called, so `--help` is quick and `simulate` needs
 no JAX. To add one, write the module and one line in COMMANDS.
+
+Imports: deepinfer_jax, launch, launch.planner, llm, rpc, kv, runner, text, models, scheduler,
+scheduler.simulation, config, outputs, sampling_params.
 """
 
 from __future__ import annotations

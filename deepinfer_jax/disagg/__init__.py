@@ -1,2 +1,5 @@
-"""Prefill and decode apart: the hand-over and what holds both sides together. Imports snapshot,
-engine, kv, rpc."""
+"""Prefill and decode apart: the hand-over and what holds both sides together.
+
+Imports: snapshot, engine, kv, runner, models, scheduler, scheduler.routing, config, outputs,
+sampling_params.
+"""

@@ -1,1 +1,4 @@
-"""Messages between processes and the client of a router. Imports engine, text."""
+"""Messages between processes and the client of a router.
+
+Imports: engine, text, models, outputs, sampling_params.
+"""

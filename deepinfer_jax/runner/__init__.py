@@ -1,2 +1,4 @@
-"""Device side: step programs, decode state, pools, memory, mesh. Imports config, scheduler, models,
-kernels_pallas."""
+"""Device side: step programs, decode state, pools, memory, mesh.
+
+Imports: models, models.layers, kernels_pallas, scheduler, config, environ.
+"""

@@ -1,2 +1,4 @@
-"""All live requests with their KV, written while serving goes on, restored into any engine. Imports
-engine, kv."""
+"""All live requests with their KV, written while serving goes on, restored into any engine.
+
+Imports: engine, kv, runner, scheduler, outputs, sampling_params.
+"""

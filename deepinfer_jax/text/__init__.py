@@ -1,2 +1,4 @@
-"""Text and token ids: tokenizer, chat template, detokenizer. Imports nothing of ours but
-sampling_params and outputs."""
+"""Text and token ids: tokenizer, chat template, detokenizer.
+
+Imports: outputs, sampling_params.
+"""

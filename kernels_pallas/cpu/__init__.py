@@ -1,1 +1,4 @@
-"""C++ for CPUs and its Python side, compiled for the machine at first use."""
+"""C++ for CPUs and its Python side, compiled for the machine at first use.
+
+Imports: kernels_pallas.
+"""

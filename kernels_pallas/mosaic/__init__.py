@@ -1,1 +1,4 @@
-"""Pallas Mosaic kernels for NVIDIA GPUs, loaded only where the dispatch table picks them."""
+"""Pallas Mosaic kernels for NVIDIA GPUs, loaded only where the dispatch table picks them.
+
+Imports: kernels_pallas.
+"""

@@ -1,1 +1,4 @@
-"""Spreads requests over prompt and completion engines. NumPy only."""
+"""Spreads requests over prompt and completion engines: NumPy only.
+
+Imports: scheduler.
+"""

@@ -1,1 +1,4 @@
-"""Discrete-event simulation on the real schedulers. NumPy only."""
+"""Discrete-event simulation on the real schedulers: NumPy only.
+
+Imports: scheduler, scheduler.routing.
+"""

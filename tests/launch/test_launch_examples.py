@@ -331,9 +331,9 @@ def test_jobset_processes_agree_with_what_a_pod_detects():
             found["num_processes"] == spec["completions"] == spec["parallelism"]
             and found["process_id"] == 1
         )
-        assert found["coordinator_address"].startswith(
-            f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['spec']['network']['subdomain']}:"
-        )
+        host = f"{jobset['metadata']['name']}-{job['name']}-0-0"
+        subdomain = jobset["spec"]["network"]["subdomain"]
+        assert found["coordinator_address"].startswith(f"{host}.{subdomain}:")
         assert (
             args.data_parallel_size
             == spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]

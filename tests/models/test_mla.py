@@ -55,8 +55,13 @@ def reference(m: MLAttention, x: np.ndarray) -> np.ndarray:
     """One sequence x [T, hidden] in float64, head by head, keys and values written out as in the
     paper."""
     c, w = m.config, lambda p: np.asarray(p[...], np.float64)
-    norm = lambda h, n: h / np.sqrt((h * h).mean(-1, keepdims=True) + n.eps) * w(n.weight)  # noqa: E731
-    linear = lambda h, lin: h @ w(lin.kernel).T + (0 if lin.bias is None else w(lin.bias))  # noqa: E731
+
+    def norm(h, n):
+        return h / np.sqrt((h * h).mean(-1, keepdims=True) + n.eps) * w(n.weight)
+
+    def linear(h, lin):
+        return h @ w(lin.kernel).T + (0 if lin.bias is None else w(lin.bias))
+
     q = linear(x if c.q_rank is None else norm(linear(x, m.q_a), m.q_norm), m.q_b).reshape(
         len(x), c.num_heads, -1
     )

@@ -242,7 +242,10 @@ def test_stop_token_text_is_left_out_unless_asked_for():
 @given(st.text(max_size=20), st.integers(0, 60), st.sampled_from([BYTES, PIECES, META, WORDS]))
 def test_state_moves_to_another_process_at_any_token(text, cut, tokenizer):
     ids = tokenizer.encode(text)
-    make = lambda: IncrementalDetokenizer(tokenizer, ids[:3], stop=["ab", "é!"], min_tokens=2)  # noqa: E731
+
+    def make():
+        return IncrementalDetokenizer(tokenizer, ids[:3], stop=["ab", "é!"], min_tokens=2)
+
     whole, first = make(), make()
     expected = "".join(whole.push([i]) for i in ids) + whole.finish()
     shown = "".join(first.push([i]) for i in ids[:cut])

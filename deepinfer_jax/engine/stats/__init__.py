@@ -1,1 +1,4 @@
-"""What an engine counts and shows: metrics, histograms, Prometheus, profiles."""
+"""What an engine counts and shows: metrics, histograms, Prometheus, profiles.
+
+Imports: runner, scheduler, environ.
+"""

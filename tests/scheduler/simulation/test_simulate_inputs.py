@@ -375,7 +375,8 @@ def test_deployments_in_words():
         spec.config.zos,
     ) == (99, False, 110, True)
     split = parse_deployment(
-        "pd:2P:3D:dp=2,d.dp=8,p.tokens=1024,latency=0.5,bandwidth=1e9,reserve=0.25,max_held_requests=3",
+        "pd:2P:3D:dp=2,d.dp=8,p.tokens=1024,latency=0.5,bandwidth=1e9,"
+        "reserve=0.25,max_held_requests=3",
         LIMITS,
     )
     prompt, completion = split.engines
