@@ -1,4 +1,7 @@
-"""Several callers of one engine: each gets the outputs of its own requests, whoever steps."""
+"""Several callers of one engine: each gets the outputs of its own requests, whoever steps.
+
+Imports: outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Command-line flags made from the fields of a dataclass: names, types, defaults and help come from
-the class itself."""
+the class itself.
+
+Imports: nothing of ours.
+"""
 
 from __future__ import annotations
 

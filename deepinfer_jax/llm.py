@@ -1,6 +1,6 @@
 """LLM: batch generation, streaming and chat over an engine.
 
-Imports: disagg, rpc, snapshot, engine, text, config, environ, outputs, sampling_params.
+Imports: disagg, rpc, snapshot, engine, text, config, environ, outputs, sampling_params, calls.
 """
 
 from __future__ import annotations
