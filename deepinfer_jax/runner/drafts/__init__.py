@@ -1,1 +1,1 @@
-"""Drafts on the device: proposed, verified in the step, committed. Part of runner."""
+"""Drafts on the device: proposed, verified in the step, committed. Imports: runner."""
