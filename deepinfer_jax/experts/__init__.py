@@ -1,4 +1,4 @@
 """Expert balance: which rank holds which expert, decided from what tokens chose.
 
-Imports: runner, config, models.
+Imports: runner, models, models.layers, config.
 """
