@@ -55,9 +55,9 @@ class SamplingParams:
     """Sampling options of one request. The names are those vLLM users know; every field is checked
     at construction.
 
-    Order of operations: `logit_bias`, repetition, presence and frequency penalties, then (unless
-    greedy) temperature, `min_p`, `top_k`, `top_p`, and one draw per generated token from a
-    counter-based generator keyed by (seed, position).
+    Order of operations: `logit_bias`, the ban of `min_tokens`, repetition, presence and frequency
+    penalties, then (unless greedy) temperature, `min_p`, `top_k`, `top_p`, and one draw per
+    generated token from a counter-based generator keyed by (seed, position).
 
     Raises ValueError that names the field, the value and the limit.
     """

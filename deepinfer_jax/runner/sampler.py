@@ -6,7 +6,9 @@ uint32 (total about 2**31), so sums are exact in any order, and the inverse CDF 
 Neither a row's place in the batch nor its neighbours change it.
 
 Order of operations: logit_bias -> min_tokens ban -> repetition, presence, frequency penalties ->
-temperature -> top-k -> top-p -> min-p -> draw. Log-probabilities and ranks describe the *raw* model
+temperature -> min-p -> top-k -> top-p -> draw, the order of vLLM, whose names the parameters have.
+Each step sees what the one before has left: top-p is a share of the mass that min-p and top-k keep.
+Log-probabilities and ranks describe the *raw* model
 distribution: log-softmax of the logits as they came in, before all of the above (the same meaning
 as vLLM's default `raw_logprobs`).
 
@@ -325,13 +327,14 @@ def _draw(logits: jax.Array, state: SamplingState, positions: jax.Array) -> jax.
     )
 
     def restrict(mass):
+        # weights are relative to the most likely token, which is what min-p compares with
+        # (arXiv:2407.01082). The tokens it drops are the least likely, so the k largest of all
+        # are the k largest of the rest.
+        mass = jnp.where(weights >= state.min_p[:, None], mass, 0)
         keys = lax.optimization_barrier(_order_key(logits))
         best = lax.top_k(logits, min(CANDIDATES, vocab))[1]
         mass = lax.cond(cut_k, lambda m: _keep_top_k(m, keys, best, top_k), lambda m: m, mass)
-        mass = lax.cond(cut_p, lambda m: _keep_top_p(m, keys, best, state.top_p), lambda m: m, mass)
-        # weights are relative to the most likely token, which is what min-p compares with
-        # (arXiv:2407.01082).
-        return jnp.where(weights >= state.min_p[:, None], mass, 0)
+        return lax.cond(cut_p, lambda m: _keep_top_p(m, keys, best, state.top_p), lambda m: m, mass)
 
     def finish(mass):
         blocks = _blocks(mass)

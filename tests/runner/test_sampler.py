@@ -69,17 +69,17 @@ def run(logits, state, positions=None, max_logprobs=0):
 
 
 def oracle_probs(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """float64 probabilities of one row after top-k, top-p and min-p, by a stable sort."""
+    """float64 probabilities of one row after min-p, top-k and top-p, by a stable sort."""
     x = np.asarray(logits, np.float64)
     order = np.argsort(-x, kind="stable")
     p = np.exp((x - x.max()) / temperature)
+    p[p < min_p] = 0
     if top_k > 0:
         p[order[top_k:]] = 0
     p /= p.sum()
     ahead = np.cumsum(p[order]) - p[order]
     if top_p < 1:
         p[order[(ahead >= max(top_p, 1e-12)) & (np.arange(len(x)) > 0)]] = 0
-    p[p < min_p * p.max()] = 0
     return p / p.sum()
 
 
@@ -173,6 +173,24 @@ def test_exact_support_with_ties():
     assert support(four, {"top_k": 2, "top_p": 0.5}) == {0}  # top-p acts on what top-k renormalised
     assert support(np.log([8, 4, 2, 1]), {"min_p": 0.24}) == {0, 1, 2}
     assert support(np.array([0.0, -0.0, -1]), {"top_k": 1}) == {0}
+
+
+def test_min_p_comes_before_top_k_and_top_p():
+    """Probabilities .5 .2 .1 .1 .1: min_p=.3 leaves .714 and .286, of which top_p=.7 keeps one."""
+    logits = np.log([0.5, 0.2, 0.1, 0.1, 0.1])
+    assert support(logits, {"min_p": 0.3, "top_p": 0.7}) == {0}
+    assert support(logits, {"min_p": 0.3, "top_p": 0.72}) == {0, 1}
+    assert support(logits, {"min_p": 0.25, "top_k": 4, "top_p": 0.999}) == {0, 1}
+    assert support(logits, {"top_k": 1, "min_p": 0.1}) == {0}
+
+
+def test_bias_comes_before_penalties():
+    """The penalty halves the biased logit (1 + 30) / 2, so that the other one (20) wins."""
+    state = make_state(
+        1, 4, penalties=True, repetition_penalty=2.0, bias=([[0, 1, -1]], [[30.0, 19.0, 0.0]])
+    )
+    state = sampler.record_prompt(state, jnp.array([0]), jnp.array([0]))
+    assert run([[1.0, 1.0, 1.0, 1.0]], gather_rows(state, jnp.array([0]))).tokens.tolist() == [1]
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["candidates", "vocabulary"])
