@@ -249,8 +249,8 @@ class EngineConfig:
         max_model_len = args.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
         if not 1 < max_model_len <= limit:
             raise ValueError(
-                f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings), got"
-                f" {max_model_len}"
+                f"max_model_len must be in [2, {limit}] (the model's max_position_embeddings, as"
+                f" its rope scaling extends it), got {max_model_len}"
             )
         batched = args.max_num_batched_tokens or max(
             max_model_len, DEFAULT_MAX_MODEL_LEN, args.max_num_seqs * (1 + num_speculative_tokens)

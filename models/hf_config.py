@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax.models.layers.rope_parameters import scaled_length
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ValueError naming the file when it is not one."""
@@ -55,7 +57,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields that every model's config has, under our names; a head's width defaults to
-    hidden_size / heads.
+    hidden_size / heads. max_position_embeddings includes what rope scaling makes of it.
 
     Raises ValueError naming missing keys.
     """
@@ -73,7 +75,7 @@ def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": int(hf["vocab_size"]),
         "hidden_size": int(hf["hidden_size"]),
         "num_layers": int(hf["num_hidden_layers"]),
-        "max_position_embeddings": int(hf["max_position_embeddings"]),
+        "max_position_embeddings": scaled_length(hf),
         "num_heads": heads,
         "num_kv_heads": int(hf.get("num_key_value_heads") or heads),
         "head_dim": int(hf.get("head_dim") or hf["hidden_size"] // heads),

@@ -2,7 +2,8 @@
 configurations spell them.
 
 linear: positions divided by `factor`. llama3: by wavelength (Llama 3.1). yarn: Peng et al., 2023,
-sections 3.2-3.4, with `mscale` as DeepSeek uses it.
+sections 3.2-3.4, with `mscale` as DeepSeek uses it. longrope: a divisor per frequency (Ding et al.,
+2024, section 3), the same for short and long sequences.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from deepinfer_jax.models.layers.rope_parameters import (
+    KEYS,
+    number,
+    numbers,
+    original_length,
+    rope_parameters,
+)
+
+ROPE_TYPES = tuple(KEYS)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """dim: rotated width of a head (even); the rest of the head, if any, passes unrotated."""
+    """dim: rotated width of a head (even); the rest of the head, if any, passes unrotated.
+    divisors: of each pair's frequency, longrope only."""
 
     dim: int
     theta: float = 10000.0
@@ -35,6 +45,7 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -45,65 +56,58 @@ class RopeConfig:
             raise ValueError(f"the rotated head width must be even and positive, got {self.dim}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_position <= 0:
             raise ValueError(f"rope type {self.rope_type!r} needs original_max_position_embeddings")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and"
+                f" {self.low_freq_factor}"
+            )
+        if self.rope_type == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope type 'yarn' needs rope_theta > 1, got {self.theta}")
 
     @classmethod
     def from_hf(
         cls, config: dict[str, Any], dim: int | None = None, *, default_theta: float = 10000.0
     ) -> RopeConfig:
-        """From config.json in either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`.
+        """From config.json in any spelling (see rope_parameters.py).
 
         dim: rotated width; None: head_dim (or hidden_size / num_attention_heads) times
-        partial_rotary_factor. Raises ValueError naming the rope type when it is unsupported, or the
-        key when it is missing.
+        partial_rotary_factor. Raises ValueError naming the rope type or key that is not supported,
+        missing or out of range.
         """
-        rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
+        rope = rope_parameters(config)
+        rope_type = rope["rope_type"]
         if dim is None:
             head_dim = (
                 config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             )
-            partial = (
-                rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+            dim = int(
+                head_dim * number("partial_rotary_factor", rope.get("partial_rotary_factor", 1))
             )
-            dim = int(head_dim * partial)
-        original = (
-            rope.get("original_max_position_embeddings")
-            or config.get("original_max_position_embeddings")
-            or config.get("max_position_embeddings", 0)
-        )
-        factor = rope.get("factor")
-        if factor is None and rope_type != "default":
-            raise ValueError(f"rope type {rope_type!r} needs a factor")
-        optional = {
-            k: float(rope[k])
-            for k in ("low_freq_factor", "high_freq_factor")
-            if rope.get(k) is not None
-        }
-        optional |= {
-            k: float(rope[k])
-            for k in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-            if rope.get(k)
-        }
+        original = original_length(config, rope)
+        names = ("low_freq_factor", "high_freq_factor", "attention_factor")
+        optional = {k: number(k, rope[k]) for k in names if k in rope}
+        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # 0 means: not given
+        optional |= {k: number(k, rope[k]) for k in names if rope.get(k)}
+        if rope_type == "longrope":
+            optional |= _longrope(config, rope, dim)
         return cls(
             dim=dim,
-            theta=float(rope.get("rope_theta") or config.get("rope_theta") or default_theta),
+            theta=number("rope_theta", rope.get("rope_theta") or default_theta),
             rope_type=rope_type,
-            factor=float(factor or 1.0),
-            original_max_position=int(original),
-            attention_factor=rope.get("attention_factor"),
+            factor=_factor(config, rope, original),
+            original_max_position=original,
             truncate=bool(rope.get("truncate", True)),
             **optional,
         )
 
     @property
     def cos_sin_scale(self) -> float:
-        """Factor on cos and sin (YaRN's attention temperature, eq. 22); 1 for other types."""
-        if self.rope_type != "yarn":
-            return 1.0
+        """Factor on cos and sin: attention_factor where it is given, else YaRN's attention
+        temperature (eq. 22), and 1 for other types."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
+        if self.rope_type != "yarn":
+            return 1.0
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
                 self.factor, self.mscale_all_dim
@@ -117,6 +121,37 @@ class RopeConfig:
         if self.rope_type == "default" or not self.mscale_all_dim:
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+def _factor(config: dict[str, Any], rope: dict[str, Any], original: int) -> float:
+    factor = rope.get("factor")
+    if factor is not None:
+        return number("factor", factor)
+    match rope["rope_type"]:
+        case "default" | "longrope":
+            return 1.0
+        case "yarn" if original and config.get("max_position_embeddings"):
+            return max(1.0, config["max_position_embeddings"] / original)
+    raise ValueError(f"rope type {rope['rope_type']!r} needs a factor")
+
+
+def _longrope(config: dict[str, Any], rope: dict[str, Any], dim: int) -> dict[str, Any]:
+    """Divisors and the factor on cos and sin, sqrt(1 + ln(scale) / ln(original length)) by
+    default."""
+    short, long = (numbers(k, rope.get(k), dim // 2) for k in ("short_factor", "long_factor"))
+    if short != long:
+        raise ValueError(
+            "rope type 'longrope' is supported only where short_factor equals long_factor: other"
+            " ones make keys depend on how long their sequence will become"
+        )
+    if rope.get("attention_factor") is not None:
+        return {"divisors": short}
+    original = original_length(config, rope)
+    scale = rope.get("factor") or config.get("max_position_embeddings", 0) / max(original, 1)
+    if original < 2:
+        raise ValueError("rope type 'longrope' needs original_max_position_embeddings")
+    attention = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    return {"divisors": short, "attention_factor": attention}
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -135,6 +170,8 @@ def inv_frequencies(config: RopeConfig) -> np.ndarray:
             return _llama3(inv_freq, config)
         case "yarn":
             return _yarn(inv_freq, config)
+        case "longrope":
+            return inv_freq / np.asarray(config.divisors, np.float32)
         case _:
             return inv_freq
 

@@ -144,7 +144,7 @@ def test_old_config_spelling(tmp_path: Path) -> None:
     ("field", "value", "match"),
     [
         ("hidden_act", "gelu", "hidden_act 'gelu'"),
-        ("rope_parameters", {"rope_type": "longrope", "factor": 2.0}, "rope type 'longrope'"),
+        ("rope_parameters", {"rope_type": "longrope", "factor": 2.0}, "short_factor must have 8"),
         ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic'"),
         ("architectures", ["GPT2LMHeadModel"], "architecture GPT2LMHeadModel is not supported"),
         ("vocab_size", None, "lacks vocab_size"),

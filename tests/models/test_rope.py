@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.models.layers.rope import RopeConfig, apply_rope, inv_frequencies, rope_cos_sin
+from deepinfer_jax.models.layers.rope_parameters import scaled_length
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -105,8 +106,82 @@ def test_spellings_and_refusals() -> None:
     for bad, match in (
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
         ({"rope_scaling": {"type": "linear"}}, "needs a factor"),
+        ({"rope_scaling": {"factor": 4.0}}, "no rope_type"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}}, r"\['alpha'\]"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor must be finite"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_theta": -1.0}, "rope_theta must be finite and positive"),
+        ({"rope_parameters": {"main": {"rope_theta": 1.0}}}, r"\['main'\] are not known"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}},
+            "differs between layer types",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
         ({"head_dim": 7}, "even"),
     ):
         with pytest.raises(ValueError, match=match):
             RopeConfig.from_hf({**base, **bad})
+
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+
+
+def test_one_set_per_layer_type_is_read_where_all_layers_in_use_share_it() -> None:
+    one = {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}
+    other = {"rope_type": "default", "rope_theta": 7.0}
+    flat = RopeConfig.from_hf({**HEADS, "rope_parameters": one})
+    both = {"full_attention": one, "sliding_attention": dict(one)}
+    assert RopeConfig.from_hf({**HEADS, "rope_parameters": both}) == flat
+    mixed = {"full_attention": one, "sliding_attention": other}
+    used = {"layer_types": ["full_attention"] * 2}
+    assert RopeConfig.from_hf({**HEADS, **used, "rope_parameters": mixed}) == flat
+
+
+def test_rope_scaling_beside_rope_parameters_wins_and_keeps_theta() -> None:
+    config = {
+        **HEADS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    assert RopeConfig.from_hf(config) == RopeConfig(16, 5.0, "linear", 4.0, 64)
+
+
+def test_original_length_beside_the_parameters_wins() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = {**HEADS, "rope_scaling": scaling, "original_max_position_embeddings": 16}
+    assert RopeConfig.from_hf(config).original_max_position == 16
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 64),
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "yarn", "factor": 2.0}, 128),
+        ({"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}, 64),
+    ],
+)
+def test_scaled_length(scaling: dict | None, length: int) -> None:
+    """As vLLM derives it: the length before scaling times the factor, llama3 excepted."""
+    assert scaled_length({**HEADS, "rope_scaling": scaling}) == length
+
+
+def test_longrope_divides_every_frequency_by_its_own_number() -> None:
+    divisors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 8.0]
+    rope = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
+    config = {**HEADS, "rope_parameters": rope, "original_max_position_embeddings": 16}
+    read = RopeConfig.from_hf(config)
+    np.testing.assert_allclose(
+        inv_frequencies(read), 10000.0 ** (-np.arange(8) / 8) / np.array(divisors), rtol=1e-6
+    )
+    # 64 / 16 = 4 times as long: sqrt(1 + ln 4 / ln 16) = sqrt(1.5), LongRoPE section 3
+    assert read.cos_sin_scale == pytest.approx(math.sqrt(1.5))
+    rope["attention_factor"] = 0.5
+    assert RopeConfig.from_hf(config).cos_sin_scale == 0.5
+    rope["long_factor"] = [2.0] * 8
+    with pytest.raises(ValueError, match="short_factor equals long_factor"):
+        RopeConfig.from_hf(config)
