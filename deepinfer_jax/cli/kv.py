@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import time
 from collections import defaultdict
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepinfer_jax.kv.store import Entry, collect, entries, namespace_folder
-from deepinfer_jax.kv.store_format import EntryError, read_header, verify_file
+from deepinfer_jax.kv.store_format import EntryError, open_page, read_header, verify_file
 
 BAD_PAGES = 1
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -90,7 +89,10 @@ def _ls(args: argparse.Namespace) -> int:
 def _describe(found: list[Entry]) -> tuple[str, str]:
     """(what the pages are, their namespace), from the first one that can be read."""
     for entry in found:
-        with contextlib.suppress(OSError, EntryError), open(entry.path, "rb") as file:
+        with (
+            contextlib.suppress(OSError, EntryError, LookupError, TypeError),
+            open_page(entry.path) as file,
+        ):
             header = read_header(file, str(entry.path))
             layout = header.layout
             caches = ", ".join(
@@ -112,11 +114,12 @@ def _verify(args: argparse.Namespace) -> int:
     good = bad = 0
     for entry in _chosen(args):
         try:
-            with open(entry.path, "rb", buffering=0) as file:
+            with open_page(entry.path) as file:
                 header = verify_file(file, str(entry.path))
-            if header.meta["key"] != entry.path.stem:
-                raise EntryError(f"{entry.path}: holds page {header.meta['key']}")
-            json.loads(header.meta["layout"])
+            if header.meta.get("key") != entry.path.stem:
+                raise EntryError(f"{entry.path}: holds page {header.meta.get('key')}")
+            if not header.layout:
+                raise EntryError(f"{entry.path}: says nothing of its layout")
             good += 1
         except FileNotFoundError:
             continue  # collected meanwhile

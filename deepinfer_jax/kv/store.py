@@ -8,8 +8,8 @@ for, layout and checksums agree. Files appear by rename, so a reader sees all of
 whatever dies when; two writers of a page write the same bytes. No error of the file system reaches
 a request: the store then serves nothing for a while, says so once, and counts.
 
-Imports no JAX. See kv_tiers.py for host memory in front of it and kv_reuse.py for the engine's
-side.
+Imports no JAX. See tiers.py for host memory in front of it and engine/prefix_store.py for the
+engine's side.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import itertools
 import json
 import logging
 import os
+import shutil
+import stat
 import threading
 import time
 import urllib.parse
@@ -32,7 +34,14 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax.kv.store_format import EntryError, ForeignEntry, Page, encode, read_page
+from deepinfer_jax.kv.store_format import (
+    EntryError,
+    ForeignEntry,
+    Page,
+    encode,
+    open_page,
+    read_page,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +58,13 @@ def layout_id(layout: Mapping[str, Any]) -> str:
 
 def namespace_folder(namespace: str) -> str:
     """A folder name that no other namespace has."""
-    quoted = urllib.parse.quote(namespace, safe="").replace(".", "%2E")
+    quoted = urllib.parse.quote(namespace, safe="", errors="surrogatepass").replace(".", "%2E")
     if not quoted:
         return "shared"
     return (
         f"ns-{quoted}"
         if len(quoted) <= 100
-        else f"nh-{hashlib.sha256(namespace.encode()).hexdigest()}"
+        else f"nh-{hashlib.sha256(namespace.encode(errors='surrogatepass')).hexdigest()}"
     )
 
 
@@ -96,6 +105,7 @@ class KVStore:
         )
         self.fsync, self.retry_seconds = fsync, retry_seconds
         self.root = self.folder / layout_id(self.layout)
+        _warn_if_others_write(self.folder)
         self.counters: Counter[str] = Counter()
         self._disabled_until = 0.0
         self._warned = False
@@ -116,7 +126,7 @@ class KVStore:
     def has(self, key: str, namespace: str) -> bool:
         """There is a file that is not known to be bad."""
         path = self.path(key, namespace)
-        return not self.disabled and path not in self._bad and os.path.exists(path)
+        return not self.disabled and path not in self._bad and _is_file(path)
 
     def read(
         self, key: str, namespace: str, salt: str, tokens: np.ndarray, out: Mapping[str, np.ndarray]
@@ -127,7 +137,7 @@ class KVStore:
         if self.disabled or path in self._bad:
             return False
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_page(path) as file:
                 read_page(file, str(path), self.layout, namespace, salt, tokens, out)
         except FileNotFoundError:
             return False
@@ -159,7 +169,7 @@ class KVStore:
         try:
             for page in pages:
                 path = self.path(page.key, page.namespace)
-                if path not in self._bad and path.exists():
+                if path not in self._bad and _is_file(path):
                     stored += 1
                 elif self.max_bytes is None or page.nbytes < self.max_bytes:
                     temps.append((self._write_temp(path, page), path))
@@ -179,7 +189,7 @@ class KVStore:
         return stored + len(temps)
 
     def _write_temp(self, path: Path, page: Page) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         temp = path.with_name(
             f".{path.name}.{os.uname().nodename}.{os.getpid()}.{next(_serial)}.tmp"
         )
@@ -197,6 +207,8 @@ class KVStore:
             for temp, _ in temps:
                 fsync(temp)
         for temp, path in temps:
+            if path.is_dir() and not path.is_symlink():  # a file cannot replace it
+                path.rename(path.with_name(f".{path.name}.{next(_serial)}.tmp"))
             os.replace(temp, path)
             self._bad.discard(path)
         if self.fsync:
@@ -236,9 +248,9 @@ class KVStore:
 
 
 def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes a new file; nothing of it is left when that fails (OSError)."""
+    """Writes a new file for its owner alone; nothing of it is left when that fails (OSError)."""
     try:
-        with open(path, "xb", buffering=0) as file:
+        with open(path, "xb", buffering=0, opener=_private) as file:
             for part in parts:
                 view = memoryview(part)
                 while len(view):  # a raw write may stop early
@@ -247,6 +259,37 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def make_private(folder: Path) -> None:
+    """Creates a folder and what is missing above it for their owner alone: pages hold prompts."""
+    for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def _warn_if_others_write(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        found = folder.stat()
+        if found.st_mode & 0o022 or found.st_uid not in (0, os.geteuid()):
+            logger.warning(
+                "KV store %s: other users can write it (owner %d, mode %o): whoever does decides"
+                " what is computed from its pages",
+                folder,
+                found.st_uid,
+                found.st_mode & 0o777,
+            )
+
+
+def _is_file(path: Path) -> bool:
+    """A regular file lies there itself, not behind a link."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def fsync(path: Path) -> None:
@@ -264,8 +307,16 @@ def entries(folder: str | Path) -> Iterator[Entry]:
     """All pages, in no order; files that vanish meanwhile are left out."""
     for path in Path(folder).glob(f"*/*/*/*{SUFFIX}"):
         with contextlib.suppress(OSError):
-            stat = path.stat()
-            yield Entry(path, stat.st_size, stat.st_mtime)
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode):
+                yield Entry(path, found.st_size, found.st_mtime)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def collect(
@@ -279,7 +330,7 @@ def collect(
     late computes.
     """
     folder = Path(folder)
-    with open(folder / ".gc.lock", "w") as lock:
+    with open(folder / ".gc.lock", "a", opener=_private) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -294,6 +345,6 @@ def collect(
             left, removed, freed = left - entry.nbytes, removed + 1, freed + entry.nbytes
         for temp in folder.glob("*/*/*/.*.tmp"):
             with contextlib.suppress(OSError):
-                if time.time() - temp.stat().st_mtime > stale_temps:
-                    temp.unlink()
+                if time.time() - temp.lstat().st_mtime > stale_temps:
+                    _remove(temp)
     return removed, freed, left

@@ -12,10 +12,13 @@ can open it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
 import re
+import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -151,7 +154,29 @@ class Header:
 
     @property
     def layout(self) -> dict[str, Any]:
-        return json.loads(self.meta["layout"])
+        """What the file says that engines must have in common; {} where it says nothing."""
+        try:
+            layout = json.loads(self.meta.get("layout", "{}"))
+        except (ValueError, RecursionError):
+            return {}
+        return layout if isinstance(layout, dict) else {}
+
+
+def open_page(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file of the store for reading, unbuffered; CorruptEntry where it is no regular file.
+
+    Links are not followed, and nothing that lies there (a FIFO, say) is waited for.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CorruptEntry(f"{path}: not a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptEntry(f"{path}: not a regular file")
+    return os.fdopen(fd, "rb", buffering=0)
 
 
 def read_header(file: BinaryIO, name: str) -> Header:
@@ -171,20 +196,48 @@ def read_header(file: BinaryIO, name: str) -> Header:
         or hashlib.sha256(raw.replace(found[0], _ZEROS, 1)).hexdigest().encode() != found[1]
     ):
         raise CorruptEntry(f"{name}: the header differs from its checksum")
-    header = json.loads(raw)
-    meta = header.pop("__metadata__")
+    try:
+        header = json.loads(raw)
+        return _checked_header(name, size, 8 + length, header)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, EntryError):
+            raise
+        raise CorruptEntry(f"{name}: the header is not one of a page: {error}") from None
+
+
+def _checked_header(name: str, size: int, data_start: int, header: Any) -> Header:
+    """A header whose every value can be used as it is. Raises ValueError saying what is wrong."""
+    meta = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+        raise ValueError("no metadata of texts")
     if meta.get("version") != VERSION:
         raise ForeignEntry(
             f"{name}: format version {meta.get('version')!r}, this code reads {VERSION!r}"
         )
-    tensors = {
-        n: (np.dtype(_DTYPES[t["dtype"]]), tuple(t["shape"]), *t["data_offsets"])
-        for n, t in header.items()
-    }
-    end = max((stop for *_, stop in tensors.values()), default=0)
-    if size != 8 + length + end:
-        raise CorruptEntry(f"{name}: {size} bytes, expected {8 + length + end}")
-    return Header(meta, tensors, 8 + length)
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...], int, int]] = {}
+    end = 0
+    for tensor, entry in header.items():
+        tensors[tensor] = _checked_tensor(tensor, entry)
+    for tensor, (dtype, shape, start, stop) in sorted(tensors.items(), key=lambda t: t[1][2:]):
+        if start != end or stop - start != dtype.itemsize * math.prod(shape):
+            raise ValueError(f"{tensor!r} takes bytes {start} to {stop}, after {end}: {shape}")
+        end = stop
+    if size != data_start + end:
+        raise CorruptEntry(f"{name}: {size} bytes, expected {data_start + end}")
+    return Header(meta, tensors, data_start)
+
+
+def _checked_tensor(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """dtype, shape, first and last byte of one tensor; ValueError unless they are that."""
+    if not isinstance(entry, dict) or str(entry.get("dtype")) not in _DTYPES:
+        raise ValueError(f"{name!r} has no known dtype")
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    for values in (shape, offsets):
+        if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+            raise ValueError(f"{name!r}: shape {shape!r} and offsets {offsets!r} must be sizes")
+    if len(offsets) != 2:
+        raise ValueError(f"{name!r}: two offsets expected, got {offsets!r}")
+    return np.dtype(_DTYPES[str(entry["dtype"])]), tuple(shape), *offsets
 
 
 def read_tensor(
@@ -234,9 +287,9 @@ def read_page(
             if found.get(k) != own.get(k)
         ]
         raise ForeignEntry(f"{name}: another layout: {'; '.join(differing)}")
-    if (header.meta["namespace"], header.meta["salt"]) != (namespace, salt):
+    if (header.meta.get("namespace"), header.meta.get("salt")) != (namespace, salt):
         raise ForeignEntry(
-            f"{name}: of namespace {header.meta['namespace']!r}, asked for {namespace!r}, or of"
+            f"{name}: of namespace {header.meta.get('namespace')!r}, asked for {namespace!r}, or of"
             " another salt"
         )
     stored = read_tensor(file, name, header, TOKENS)
