@@ -194,8 +194,14 @@ def test_a_single_prompt_streams_on_a_terminal(llm, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--prompt", "x", "--temperature", "-1"], "temperature must be >= 0.0, got -1.0"),
-        (["--prompt", "x", "--max-tokens", "-1"], "max_tokens must be >= 0, got -1"),
+        (
+            ["--prompt", "x", "--temperature", "-1"],
+            "temperature must be >= 0.0 and <= 1e+30, got -1.0",
+        ),
+        (
+            ["--prompt", "x", "--max-tokens", "-1"],
+            "max_tokens must be >= 0 and <= 2147483647, got -1",
+        ),
         (
             ["--prompt", "x", "--output", "o.csv"],
             "--output must end in .txt or .jsonl, got 'o.csv'",
@@ -225,7 +231,7 @@ def test_traceback_flag_shows_the_error_s_origin(llm):
 def test_a_bad_line_s_sampling_parameters_are_named(llm, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "sampling_params": {"top_p": 2}}')
     assert run("generate", "--model", "x", "--input", str(tmp_path / "in.jsonl")) == 2
-    assert "in.jsonl:1: top_p must be > 0.0 and <= 1.0, got 2" in capsys.readouterr().err
+    assert "in.jsonl:1: top_p must be >= 1e-30 and <= 1.0, got 2" in capsys.readouterr().err
 
 
 def test_usage_errors(capsys):
