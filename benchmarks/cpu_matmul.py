@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from limits import measure
 
+from deepinfer_jax.kernels_pallas import matmul
 from deepinfer_jax.kernels_pallas.cpu import matmul as cpu_matmul
 from deepinfer_jax.kernels_pallas.cpu import native as cpu_native
-from deepinfer_jax.models.layers.quant import float_matmul, quant_format
+from deepinfer_jax.models.layers.quant import quant_format
 
 
 def stored(name: str, n: int, k: int) -> tuple[jax.Array, ...]:
@@ -37,8 +38,7 @@ def stored(name: str, n: int, k: int) -> tuple[jax.Array, ...]:
 def program(name: str, mode: str, x: jax.Array, parts: tuple[jax.Array, ...]):
     """The layer's product, compiled with DEEPINFER_CPU_NATIVE=mode."""
     os.environ[cpu_native.ENVIRONMENT_VARIABLE] = mode
-    product = quant_format(name).matmul if name in ("int8", "int4") else float_matmul
-    return jax.jit(lambda x, *parts: product(x, *parts)).lower(x, *parts).compile()
+    return jax.jit(lambda x, *parts: matmul(x, parts)).lower(x, *parts).compile()
 
 
 def fastest(
@@ -66,7 +66,7 @@ def main() -> None:
     limits = measure(3)
     print(
         "\n".join(limits.lines()),
-        f"\n{cpu_matmul.status()}\nload average {os.getloadavg()[0]:.1f}",
+        f"\n{cpu_native.status('matmul')}\nload average {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     modes = ["native"] if args.no_xla else ["native", "xla"]

@@ -41,9 +41,7 @@ OPS = {
 }
 # weights first: the timing loop carries the first argument, and XLA would widen weights that no
 # round changes once for all rounds
-OPS["block_scaled_matmul"] = lambda w, x, scale, **options: kernels.block_scaled_matmul(
-    x, w, scale, **options
-)
+OPS["matmul"] = lambda w, x, scale, **options: kernels.matmul(x, (w, scale), **options)
 BF16 = {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
 FP8 = {"dtype": "bfloat16", "cache_dtype": "float8_e4m3fn"}
 LENS = (1, 16, 17, 0, 64, 65, 300, 511)
@@ -133,7 +131,7 @@ def check_dense(seed: int) -> float:
     inputs = testing.grouped_inputs(
         dataclasses.replace(GROUPED_CHECKS["prefill e4m3"], sizes=(77,), pad=0), seed
     )
-    got = jax.jit(functools.partial(OPS["block_scaled_matmul"]))(
+    got = jax.jit(functools.partial(OPS["matmul"]))(
         inputs["w"][0], inputs["x"], inputs["w_scale"][0]
     )
     return float(
@@ -151,7 +149,7 @@ def check_all(seed: int, only: str | None) -> list[dict]:
         for op in ("grouped_matmul", "moe_experts")
         for name, c in GROUPED_CHECKS.items()
     ]
-    jobs.append(("block_scaled_matmul", "e4m3 77 rows", check_dense))
+    jobs.append(("matmul", "e4m3 77 rows", check_dense))
     rows = []
     for op, name, job in jobs:
         if only and only not in f"{op} {name}":
@@ -270,7 +268,7 @@ def dense_work(name: str, *, rows: int, n: int, k: int) -> Work:
         normal(3, (rows, k)),
     )
     return Work(
-        "block_scaled_matmul",
+        "matmul",
         name,
         (w, x, scale),
         {},

@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.models.layers.quant import float_matmul, quant_format
+from deepinfer_jax.kernels_pallas import matmul
+from deepinfer_jax.models.layers.quant import quant_format
 
 
-def layer_stack(matmul):
+def layer_stack():
     """x [M, hidden] through layers of (qkv, out, gate_up, down), with the residual sums between
     them."""
 
     def run(x, layers):
         for qkv, out, gate_up, down in layers:
-            x = x + 0.1 * matmul(matmul(x, *qkv)[:, : x.shape[1]], *out)
-            gate, up = jnp.split(matmul(x, *gate_up), 2, axis=1)
-            x = x + 0.1 * matmul(jax.nn.silu(gate) * up, *down)
+            x = x + 0.1 * matmul(matmul(x, qkv)[:, : x.shape[1]], out)
+            gate, up = jnp.split(matmul(x, gate_up), 2, axis=1)
+            x = x + 0.1 * matmul(jax.nn.silu(gate) * up, down)
         return x
 
     return jax.jit(run)
@@ -62,7 +63,7 @@ def main() -> None:
     for name in (None, "int8", "int4"):
         store = (lambda w: (w,)) if name is None else quant_format(name).quantize
         layers = [[tuple(map(jnp.asarray, store(w))) for w in layer] for layer in weights]
-        fn = layer_stack(float_matmul if name is None else quant_format(name).matmul)
+        fn = layer_stack()
         for rows in args.rows:
             fastest, median = measure(
                 fn, jnp.asarray(rng.standard_normal((rows, h)), jnp.float32), layers

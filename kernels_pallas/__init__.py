@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from .decoder_layers import decoder_layers
 from .dispatch import current_target, explain, use_target
-from .grouped_matmul import block_scaled_matmul, grouped_matmul, moe_experts
+from .grouped_matmul import grouped_matmul, moe_experts
 from .kv_write import kv_write
+from .matmul import matmul
 from .paged_decode import paged_decode
 from .ragged_prefill import ragged_prefill
 
 __all__ = [
-    "block_scaled_matmul",
     "current_target",
     "decoder_layers",
     "explain",
     "grouped_matmul",
     "kv_write",
+    "matmul",
     "moe_experts",
     "paged_decode",
     "ragged_prefill",

@@ -37,8 +37,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import dispatch
 from .gpu_targets import B200, H200
-from .grouped_matmul import block_scaled_matmul, grouped_matmul, moe_experts
+from .grouped_matmul import grouped_matmul, moe_experts
 from .kv_write import kv_write
+from .matmul import matmul
 from .paged_decode import paged_decode
 from .ragged_prefill import ragged_prefill
 
@@ -188,12 +189,8 @@ def _dense_cases() -> Iterator[Case]:
         (64, 7168, 16384),
         (256, 24576, 1536),
     ):  # DeepSeek-V3's attention output and query projections
-        args = (
-            _struct((rows, k), _BF16),
-            _struct((n, k), _FP8),
-            _struct((n // 128, k // 128), _F32),
-        )
-        yield Case("block_scaled_matmul", f"e4m3 {rows} rows", block_scaled_matmul, args)
+        weights = (_struct((n, k), _FP8), _struct((n // 128, k // 128), _F32))
+        yield Case("matmul", f"e4m3 {rows} rows", matmul, (_struct((rows, k), _BF16), weights))
 
 
 def _write_cases() -> Iterator[Case]:

@@ -87,17 +87,6 @@ def moe_experts(
     )
 
 
-def block_scaled_matmul(
-    x: jax.Array, w: jax.Array, w_scale: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
-    """`x[M, K]` times e4m3 `w[N, K]` with f32 `w_scale[ceil(N/128), ceil(K/128)]` -> `[M, N]` in
-    x's dtype (one dense product)."""
-    groups = jax.ShapeDtypeStruct((1,), jnp.int32)
-    as_stack = (jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in (w, w_scale))
-    _check("block_scaled_matmul", x, next(as_stack), groups, next(as_stack))
-    return dispatch("block_scaled_matmul", x, w, w_scale, implementation=implementation)
-
-
 def dequantize(w: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """`w[N, K]` times its block `[N/128, K/128]` or output-channel `[N]` scales, in `dtype`."""
     if scale is None:
@@ -160,12 +149,6 @@ def grouped_matmul_xla(x, w, group_sizes, *, w_scale=None):
     return _for_row_tiles(
         x, group_sizes, w.shape[1], lambda group, rows: _product(rows, w, w_scale, group)
     )
-
-
-def block_scaled_matmul_xla(x, w, w_scale):
-    """The weights are widened first: on a GPU XLA writes them out and reads them again, on a CPU it
-    fuses what it can."""
-    return lax.dot_general(x, dequantize(w, w_scale, x.dtype), (((1,), (1,)), ((), ())))
 
 
 def moe_experts_xla(x, gate_up, down, group_sizes, *, scales=None, row_weights=None):

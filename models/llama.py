@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from deepinfer_jax.kernels_pallas import decoder_layers
-from deepinfer_jax.kernels_pallas.decoder_layers import LayerWeights, Result, Rows
+from deepinfer_jax.kernels_pallas.decoder_layers import LayerWeights
 from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes, StepBatch
 from deepinfer_jax.models.hf_config import common_fields, require, require_silu
 from deepinfer_jax.models.layers.attention import GQAttention, HeadLayout, kv_cache_specs
+from deepinfer_jax.models.layers.decoder import run_layers
 from deepinfer_jax.models.layers.embedding import Embedding, LMHead
 from deepinfer_jax.models.layers.linear import WHOLE
 from deepinfer_jax.models.layers.mlp import SwiGLU
@@ -129,30 +129,21 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
 
-    def weights(self) -> LayerWeights | None:
-        """The layer's parameters for `decoder_layers`; None where that op does not describe it
-        (split over tp, other biases)."""
+    def weights(self) -> LayerWeights:
+        """The layer's parameters for the `decoder_layers` op."""
         attn, mlp = self.attn, self.mlp
-        linears = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
-        if any(linear.axes.tp > 1 for linear in linears) or any(
-            linear.bias is not None for linear in linears[1:]
-        ):
-            return None
-        qkv, out, gate_up, down = (linear.parts() for linear in linears)
-        optional = (attn.qkv.bias, *(norm and norm.weight for norm in (attn.q_norm, attn.k_norm)))
-        qkv_bias, q_norm, k_norm = (p if p is None else p[...] for p in optional)
-        norms = self.attn_norm.weight[...], self.mlp_norm.weight[...]
+        q_norm, k_norm = (norm and norm.weight[...] for norm in (attn.q_norm, attn.k_norm))
         return LayerWeights(
-            norms[0],
-            qkv,
-            qkv_bias,
-            q_norm,
-            k_norm,
-            out,
-            norms[1],
-            gate_up,
-            down,
-            attn.sliding_window,
+            attn_norm=self.attn_norm.weight[...],
+            qkv=attn.qkv.weights(),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=attn.out.weights(),
+            mlp_norm=self.mlp_norm.weight[...],
+            gate_up=mlp.gate_up.weights(),
+            down=mlp.down.weights(),
+            window=attn.sliding_window,
+            shards=attn.qkv.axes.tp,
         )
 
 
@@ -220,36 +211,9 @@ class Llama(nnx.Module):
 
     def __call__(self, caches: Caches, batch: StepBatch) -> tuple[jax.Array, Caches]:
         """-> (hidden [T, hidden] after the last norm, caches with this step's rows written)."""
-        cos, sin = rope_cos_sin(self.config.rope, batch.positions)
-        x = self.embed(batch.tokens)
-
-        def unfused() -> Result:
-            hidden, keys, values = x, list(caches["k"]), list(caches["v"])
-            for i, layer in enumerate(self.layers):
-                hidden, keys[i], values[i] = layer(hidden, cos, sin, keys[i], values[i], batch)
-            return Result(self.norm(hidden), tuple(keys), tuple(values))
-
-        weights = (
-            [layer.weights() for layer in self.layers]
-            if batch.is_decode and batch.q_per_seq == 1
-            else [None]
-        )
-        if None in weights:
-            result = unfused()
-        else:
-            rows = Rows(cos, sin, batch.block_tables, batch.kv_lens, batch.write_slots)
-            result = decoder_layers(
-                x,
-                rows,
-                weights,
-                self.norm.weight[...],
-                caches["k"],
-                caches["v"],
-                eps=self.config.rms_norm_eps,
-                scale=self.config.head_dim**-0.5,
-                unfused=unfused,
-            )
-        return result.hidden, {**caches, "k": result.keys, "v": result.values}
+        rotation = rope_cos_sin(self.config.rope, batch.positions)
+        x, scale = self.embed(batch.tokens), self.config.head_dim**-0.5
+        return run_layers(self.layers, self.norm, x, rotation, caches, batch, scale=scale)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> float32 [R, vocab]."""

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from deepinfer_jax.kernels_pallas import matmul
 from deepinfer_jax.models.layers.linear import make_kernel, stored_parts
-from deepinfer_jax.models.layers.quant import float_matmul, quant_format
+from deepinfer_jax.models.layers.quant import quant_format
 
 
 class Embedding(nnx.Module):
@@ -37,13 +38,7 @@ class Embedding(nnx.Module):
 
     def attend(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, dim] -> float32 logits [R, vocab]."""
-        if self.quant is None:
-            return float_matmul(hidden, self.kernel[...], jnp.float32)
-        return (
-            quant_format(self.quant)
-            .matmul(hidden, *stored_parts(self, "kernel", self.quant))
-            .astype(jnp.float32)
-        )
+        return matmul(hidden, stored_parts(self, "kernel", self.quant), out_dtype=jnp.float32)
 
 
 class LMHead(nnx.Module):
@@ -57,10 +52,4 @@ class LMHead(nnx.Module):
         make_kernel(self, "kernel", (vocab_size, dim), (None, None), dtype, self.quant)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        if self.quant is None:
-            return float_matmul(hidden, self.kernel[...], jnp.float32)
-        return (
-            quant_format(self.quant)
-            .matmul(hidden, *stored_parts(self, "kernel", self.quant))
-            .astype(jnp.float32)
-        )
+        return matmul(hidden, stored_parts(self, "kernel", self.quant), out_dtype=jnp.float32)

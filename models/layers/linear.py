@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from deepinfer_jax.kernels_pallas import matmul
+from deepinfer_jax.kernels_pallas.decoder_layers import LinearWeights
+from deepinfer_jax.kernels_pallas.matmul import Weights
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.layers.param import param, psum_tp
-from deepinfer_jax.models.layers.quant import float_matmul, quant_format
+from deepinfer_jax.models.layers.quant import quant_format
 
 WHOLE = ParallelAxes()
 
@@ -61,17 +64,15 @@ class Linear(nnx.Module):
 
     def matmul(self, x: jax.Array) -> jax.Array:
         """x . kernel without bias and without the sum over tp."""
-        if self.quant is None:
-            return float_matmul(x, self.kernel[...])
-        return quant_format(self.quant).matmul(x, *self.parts())
+        return matmul(x, self.parts())
 
-    def parts(self) -> tuple[jax.Array, ...]:
+    def parts(self) -> Weights:
         """The kernel as stored: itself, or with its format's companions."""
-        return (
-            (self.kernel[...],)
-            if self.quant is None
-            else tuple(stored_parts(self, "kernel", self.quant))
-        )
+        return stored_parts(self, "kernel", self.quant)
+
+    def weights(self) -> LinearWeights:
+        """The layer as ops over several layers take it."""
+        return LinearWeights(self.parts(), None if self.bias is None else self.bias[...])
 
 
 def check_blocks(features: int, block: int, what: str) -> None:
@@ -115,15 +116,7 @@ def make_kernel(
         )
 
 
-def stored_parts(module: nnx.Module, name: str, quant: str) -> list[jax.Array]:
-    """`module.<name>` and its companions, in the order that the format's functions take them."""
-    return [
-        getattr(module, f"{name}{suffix}")[...] for suffix in ("", *quant_format(quant).suffixes)
-    ]
-
-
-def dequantized(module: nnx.Module, name: str, quant: str | None, dtype: jnp.dtype) -> jax.Array:
-    """The float tensor [..., N, K] behind `module.<name>`."""
-    if quant is None:
-        return getattr(module, name)[...]
-    return quant_format(quant).dequantize(dtype, *stored_parts(module, name, quant))
+def stored_parts(module: nnx.Module, name: str, quant: str | None) -> Weights:
+    """`module.<name>` and its format's companions, in the order that `matmul` takes them."""
+    suffixes = () if quant is None else quant_format(quant).suffixes
+    return tuple(getattr(module, f"{name}{suffix}")[...] for suffix in ("", *suffixes))

@@ -71,7 +71,8 @@ def test_dense_fp8_products_take_the_kernel_for_few_rows(rows, n, reason):
         ((n, 1024), jnp.float8_e4m3fn),
         ((-(-n // 128), 8), jnp.float32),
     )
-    choice = chosen("block_scaled_matmul", [jax.ShapeDtypeStruct(*s) for s in shapes], H200)
+    x, *weights = (jax.ShapeDtypeStruct(*s) for s in shapes)
+    choice = chosen("matmul", (x, tuple(weights)), H200, out_dtype=x.dtype)
     assert choice.name == ("mosaic" if reason is None else "xla")
     assert reason is None or reason in choice.refused[0][1]
 

@@ -72,15 +72,40 @@ class TestGroupedMatmul:
         )
 
 
-class TestBlockScaledMatmul:
+class TestMatmul:
     @pytest.mark.parametrize("name", [n for n in GROUPED if "fp8 blocks" in n])
-    def test_matches_oracle(self, name):
+    def test_fp8_matches_oracle(self, name):
         case = dataclasses.replace(GROUPED[name], sizes=(17,))
         inputs = testing.grouped_inputs(case)
-        got = jax.jit(kernels.block_scaled_matmul)(
-            inputs["x"], inputs["w"][0], inputs["w_scale"][0]
-        )
+        got = jax.jit(kernels.matmul)(inputs["x"], (inputs["w"][0], inputs["w_scale"][0]))
         assert_close(np.asarray(got), testing.grouped_oracle(**inputs), case.dtype)
+
+    def test_leading_dimensions_and_result_type(self):
+        rng = np.random.default_rng(0)
+        x, w = rng.standard_normal((2, 3, 8)), rng.standard_normal((5, 8))
+        x16, w32 = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32)
+        got = kernels.matmul(x16, (w32,))
+        assert got.dtype == jnp.float32 and got.shape == (2, 3, 5)
+        np.testing.assert_allclose(got, np.asarray(x16).astype(np.float64) @ w.T, rtol=1e-5)
+        assert kernels.matmul(x16, (w32,), out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+    def test_operands_that_do_not_fit_are_refused(self):
+        x, scale = jnp.zeros((2, 64)), jnp.zeros(4)
+        w8, w4, w16 = jnp.zeros((4, 64), jnp.int8), jnp.zeros((4, 16), jnp.uint8), jnp.zeros((4, 9))
+        for weights, message in (
+            ((w8,), "int8 weights .* do not fit"),
+            ((w8, scale[:3]), "do not fit"),
+            ((w8[:, :32], scale), "do not fit"),
+            ((w8, jnp.zeros((4, 2), jnp.int8), scale), "do not fit"),
+            ((w8, scale.astype(jnp.float16)), "do not fit"),
+            ((w4, jnp.zeros((4, 2), jnp.int8), scale), "do not fit"),
+            ((w16,), "float weights .* do not fit"),
+            ((w8.astype(jnp.int32),), "no products with weights of int32"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                kernels.matmul(x, weights)
+        with pytest.raises(ValueError, match="multiple of 64 inputs, got 32"):
+            kernels.matmul(x[:, :32], (w4, jnp.zeros((4, 1), jnp.int8), scale))
 
 
 class TestKvWrite:

@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 from paged_driver import GOLDEN, PagedDriver, golden_prompts
 
+from deepinfer_jax.kernels_pallas import matmul
+from deepinfer_jax.kernels_pallas.matmul import int8_digits
 from deepinfer_jax.models.checkpoint import Checkpoint
 from deepinfer_jax.models.layers.linear import Linear
-from deepinfer_jax.models.layers.quant import QUANT_FORMATS, int8_digits, quant_format
+from deepinfer_jax.models.layers.quant import QUANT_FORMATS, quant_format
 from deepinfer_jax.models.loading import load_model
 from deepinfer_jax.models.materialize import Materializer, Slot
 from deepinfer_jax.models.rules import Rule
@@ -72,32 +74,31 @@ def test_matmul_equals_the_dequantised_one(name: str, rows: int) -> None:
         np.float32
     )
     parts = quant_format(name).quantize(weights())
-    y = np.asarray(jax.jit(quant_format(name).matmul)(x, *map(jnp.asarray, parts)))
+    y = np.asarray(jax.jit(matmul)(x, tuple(map(jnp.asarray, parts))))
     expected = x.astype(np.float64) @ numpy_dequantize(name, parts).T
     scale = np.abs(expected).max(axis=1, keepdims=True)
     np.testing.assert_allclose(y / scale, expected / scale, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_other_platforms_formulation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The branch for accelerators, run on the CPU."""
-    monkeypatch.setattr(
-        "deepinfer_jax.models.layers.quant.on_platform", lambda cpu, other, *args: other(*args)
-    )
+@pytest.mark.parametrize(("implementation", "atol"), [("digits", 2e-4), ("xla", 1e-3)])
+def test_other_implementations(name: str, implementation: str, atol: float) -> None:
+    """What CPUs without compiled products run, and accelerators."""
     x = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
     parts = quant_format(name).quantize(weights())
-    y = quant_format(name).matmul(jnp.asarray(x), *map(jnp.asarray, parts))
-    np.testing.assert_allclose(y, x @ numpy_dequantize(name, parts).T, atol=1e-3)
+    stored = tuple(map(jnp.asarray, parts))
+    y = matmul(jnp.asarray(x), stored, implementation=implementation)
+    np.testing.assert_allclose(y, x @ numpy_dequantize(name, parts).T, atol=atol)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_zero_rows_zero_inputs_and_outliers(name: str) -> None:
     w = weights()
     w[0], w[1, 7], w[2, :64] = 0, 1e4, 0
-    parts = list(map(jnp.asarray, quant_format(name).quantize(w)))
+    parts = tuple(map(jnp.asarray, quant_format(name).quantize(w)))
     x = np.zeros((2, 256), np.float32)
     x[1, 7] = 1
-    y = np.asarray(quant_format(name).matmul(jnp.asarray(x), *parts))
+    y = np.asarray(matmul(jnp.asarray(x), parts))
     assert np.all(y[0] == 0) and y[1, 0] == 0
     assert y[1, 1] == pytest.approx(1e4, rel=0.01)
 
@@ -105,7 +106,7 @@ def test_zero_rows_zero_inputs_and_outliers(name: str) -> None:
 def test_bfloat16_inputs_keep_their_dtype() -> None:
     parts = quant_format("int8").quantize(weights())
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 256)), jnp.bfloat16)
-    y = quant_format("int8").matmul(x, *map(jnp.asarray, parts))
+    y = matmul(x, tuple(map(jnp.asarray, parts)))
     assert y.shape == (2, 3, 192) and y.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         y.astype(jnp.float32),

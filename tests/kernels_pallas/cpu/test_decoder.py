@@ -13,7 +13,12 @@ from deepinfer_jax.kernels_pallas import decoder_layers
 from deepinfer_jax.kernels_pallas.cpu import decoder as cpu_decoder
 from deepinfer_jax.kernels_pallas.cpu import matmul as cpu_matmul
 from deepinfer_jax.kernels_pallas.cpu import native as cpu_native
-from deepinfer_jax.kernels_pallas.decoder_layers import LayerWeights, Result, Rows
+from deepinfer_jax.kernels_pallas.decoder_layers import (
+    LayerWeights,
+    LinearWeights,
+    Result,
+    Rows,
+)
 from deepinfer_jax.models.layers.quant import quant_format
 
 pytestmark = pytest.mark.skipif(
@@ -21,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EPS, BLOCK = 1e-5, 16
+OPTIONS = {"row_per_sequence": True, "eps": EPS, "scale": 1.0}
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,16 @@ def problem(case: Case, seed: int = 0):
         )
         heads = (vector(case.d), vector(case.d)) if case.qk_norm else (None, None)
         layers.append(
-            LayerWeights(norms[0], qkv, bias, *heads, out, norms[1], gate_up, down, case.window)
+            LayerWeights(
+                norms[0],
+                LinearWeights(qkv, bias),
+                *heads,
+                LinearWeights(out),
+                norms[1],
+                LinearWeights(gate_up),
+                LinearWeights(down),
+                case.window,
+            )
         )
         exact.append(full)
     pages = max(1, -(-max(case.lens) // BLOCK))
@@ -132,7 +147,7 @@ def reference(case: Case, x, rows, layers, exact, last_norm, pools):
     for i, (layer, (qkv, out, gate_up, down)) in enumerate(zip(layers, exact, strict=True)):
         for m, length in enumerate(case.lens):
             heads = rms(x[m], layer.attn_norm) @ qkv.T + (
-                0 if layer.qkv_bias is None else layer.qkv_bias
+                0 if layer.qkv.bias is None else layer.qkv.bias
             )
             q, k, v = np.split(heads.reshape(-1, d), (case.heads, case.heads + case.kv_heads))
             if case.qk_norm:
@@ -159,7 +174,7 @@ def reference(case: Case, x, rows, layers, exact, last_norm, pools):
 
 def call(case: Case, x, rows, layers, last_norm, pools) -> Result:
     def run(x, rows, layers, last_norm, keys, values):
-        layers = [layer._replace(window=case.window) for layer in layers]
+        layers = [layer._replace(window=case.window, shards=1) for layer in layers]
         return decoder_layers(
             x,
             rows,
@@ -167,13 +182,14 @@ def call(case: Case, x, rows, layers, last_norm, pools) -> Result:
             last_norm,
             keys,
             values,
+            row_per_sequence=True,
             eps=EPS,
             scale=case.d**-0.5,
             unfused=None,
             implementation="native",
         )
 
-    bare = [layer._replace(window=None) for layer in layers]
+    bare = [layer._replace(window=None, shards=None) for layer in layers]
     return jax.jit(run)(jnp.asarray(x), Rows(*map(jnp.asarray, rows)), bare, last_norm, *pools)
 
 
@@ -201,7 +217,7 @@ def test_donated_pools_are_written_in_place():
 
     def run(keys, values):
         return cpu_decoder.decoder_layers_native(
-            x, rows, layers, last_norm, keys, values, eps=EPS, scale=1.0, unfused=None
+            x, rows, tuple(layers), last_norm, keys, values, **OPTIONS, unfused=None
         )
 
     memory = jax.jit(run, donate_argnums=(0, 1)).lower(*pools).compile().memory_analysis()
@@ -216,10 +232,33 @@ def test_donated_pools_are_written_in_place():
         ({"heads": 34}, "at most 16 query heads"),
     ],
 )
-def test_what_it_refuses_runs_separately(change, reason):
-    case = Case(**({"lens": (3,)} | change))
-    x, rows, layers, _, last_norm, pools = problem(case)
-    assert reason in cpu_decoder.unsupported_reason(x, rows, tuple(layers), last_norm, *pools)
+def test_sizes_it_refuses_run_unfused(change, reason):
+    x, rows, layers, _, last_norm, pools = problem(Case(**({"lens": (3,)} | change)))
+    check_refused(x, rows, layers, last_norm, pools, OPTIONS, reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({}, {"row_per_sequence": False}, "not one row per sequence"),
+        ({"shards": 2}, {}, "split over 2 ranks"),
+        ({"biased_output": True}, {}, "biases beside those of q, k and v"),
+    ],
+)
+def test_stacks_it_does_not_describe_run_unfused(change, options, reason):
+    x, rows, layers, _, last_norm, pools = problem(Case((3,)))
+    change = dict(change)
+    if change.pop("biased_output", False):
+        change["out"] = layers[0].out._replace(bias=jnp.zeros(128))
+    layers = [layers[0], layers[1]._replace(**change)]
+    check_refused(x, rows, layers, last_norm, pools, OPTIONS | options, reason)
+
+
+def check_refused(x, rows, layers, last_norm, pools, options, reason):
     unfused = lambda: Result(x, (), ())  # noqa: E731
-    got = decoder_layers(x, rows, layers, last_norm, *pools, eps=EPS, scale=1.0, unfused=unfused)
+    refused = cpu_decoder.unsupported_reason(
+        x, rows, tuple(layers), last_norm, *pools, **options, unfused=unfused
+    )
+    assert reason in refused
+    got = decoder_layers(x, rows, layers, last_norm, *pools, **options, unfused=unfused)
     assert got.hidden is x

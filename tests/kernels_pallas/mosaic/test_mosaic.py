@@ -99,12 +99,12 @@ def test_moe_experts(name):
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-def test_block_scaled_matmul(rows):
+def test_fp8_matmul(rows):
     inputs = testing.grouped_inputs(
         dataclasses.replace(GPU_GROUPED["gpu fp8 small"], sizes=(rows,))
     )
-    args = jnp.asarray(inputs["x"]), jnp.asarray(inputs["w"][0]), jnp.asarray(inputs["w_scale"][0])
-    got = run("block_scaled_matmul", "mosaic", args, {}, sms=2)
+    x, *weights = (jnp.asarray(a) for a in (inputs["x"], inputs["w"][0], inputs["w_scale"][0]))
+    got = run("matmul", "mosaic", (x, tuple(weights)), {"out_dtype": jnp.bfloat16}, sms=2)
     np.testing.assert_allclose(got, testing.grouped_oracle(**inputs), rtol=2e-2, atol=2e-2)
 
 
