@@ -200,16 +200,26 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Seq[Any] | None = None,
         **template_args: Any,
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, rendered with the checkpoint's chat
-        template."""
+        template.
+
+        continue_final_message (with add_generation_prompt=False): the model goes on with the last
+        message. tools: JSON schemas or functions. chat_template_kwargs and template_args: variables
+        for the template. See `Tokenizer.apply_chat_template`. Raises ValueError for what the
+        template does not read or refuses.
+        """
         prompts = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
             tools=tools,
             **template_args,
         )
@@ -218,15 +228,23 @@ class LLM:
     def render_chat(
         self, messages: Seq[Message] | Seq[Seq[Message]], **template_args: Any
     ) -> list[list[int]]:
-        """Token ids of one conversation or a list of them."""
-        if self.engine.tokenizer is None:
+        """Token ids of one conversation or a list of them ([] gives [])."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             raise ValueError(
                 "chat needs a tokenizer with a chat template; the model folder has none"
             )
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [
-            self.engine.tokenizer.apply_chat_template(m, **template_args) for m in conversations
-        ]
+        if not isinstance(messages, list | tuple):
+            raise ValueError(f"chat needs a conversation or a list of them, got {messages!r}")
+        if messages and not isinstance(messages[0], list | tuple):
+            return [tokenizer.apply_chat_template(messages, **template_args)]
+        prompts = []
+        for i, conversation in enumerate(messages):
+            try:
+                prompts.append(tokenizer.apply_chat_template(conversation, **template_args))
+            except ValueError as error:
+                raise ValueError(f"conversation {i}: {error}") from error
+        return prompts
 
     # ---- plumbing --------------------------------------------------------------------------------
 

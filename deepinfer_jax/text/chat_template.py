@@ -1,19 +1,17 @@
-"""Chat templates: Jinja in a sandbox, with the functions and filters that Hugging Face templates
-count on."""
+"""Chat templates: which ones a checkpoint has, and rendering a conversation with one."""
 
 from __future__ import annotations
 
-import datetime
-import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from deepinfer_jax.text.chat_messages import OpenEnd, plain, template_messages
+from deepinfer_jax.text.template_renderer import RENDERER, TemplateFailure
+from deepinfer_jax.text.tool_schema import tool_schemas
+
+logger = logging.getLogger(__name__)
 
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.jinja2")
 
@@ -25,90 +23,99 @@ class ChatTemplate:
     def __init__(self, source: str, name: str) -> None:
         self.source = source
         self.name = name
-        self._compiled: jinja2.Template | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as text. Raises ValueError where the template is broken or refuses the
-        messages."""
-        _check_messages(messages)
-        variables = {"documents": None, "tools": None, **variables}
+    def render(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> str:
+        """The conversation as text.
+
+        messages: mappings, dataclasses or pydantic models with a role. tools: JSON schemas or
+        functions. continue_final_message: leave the last message open, its "content" (True) or the
+        named field. keywords: further variables, each of which the template must read. Raises
+        ValueError where the template is broken, exceeds the limits of template_process.py, refuses
+        the messages or does not read a keyword.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message goes on with the last message, add_generation_prompt begins"
+                " a new one: give one of the two"
+            )
+        conversation = template_messages(messages)
+        end = None
+        if continue_final_message:
+            end = OpenEnd(conversation, continue_final_message, self.source)
+        variables = {
+            **(special_tokens or {}),
+            "tools": tool_schemas(tools),
+            "documents": _documents(documents),
+            "add_generation_prompt": add_generation_prompt,
+            **{k: plain(v, k) for k, v in keywords.items()},
+        }
+        request = {
+            "source": self.source,
+            "messages": conversation,
+            "variables": variables,
+            "keywords": sorted(keywords),
+        }
         try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self.source)
-            return self._compiled.render(messages=list(messages), **variables)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{self.name}: line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            text, unread = RENDERER.render(request)
+        except TemplateFailure as error:
             raise ValueError(f"{self.name}: {error}") from error
+        if lost := {"tools", "documents"} & set(unread):
+            logger.warning("%s does not show the model its %s", self.name, sorted(lost))
+        return text if end is None else end.cut(text)
+
+
+def _documents(documents: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if documents is None:
+        return None
+    if isinstance(documents, str) or not all(isinstance(d, Mapping) for d in documents):
+        raise ValueError(f"documents must be a list of mappings, got {documents!r}")
+    return plain(list(documents), "documents")
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Template name -> source: chat_template.jinja(2) wins over tokenizer_config.json; named ones
-    are added from both places."""
+    are added from both places. Raises ValueError naming a file that cannot be read."""
     templates: dict[str, str] = {}
     saved = tokenizer_config.get("chat_template")
+    where = folder / "tokenizer_config.json"
     if isinstance(saved, str):
         templates["default"] = saved
-    elif isinstance(
-        saved, list
-    ):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        templates.update({entry["name"]: entry["template"] for entry in saved})
+    elif isinstance(saved, list):  # [{"name": "default", "template": ...}, ...]
+        for entry in saved:
+            templates.update([_named_template(entry, where)])
+    elif saved is not None:
+        raise ValueError(f"{where}: chat_template must be text or a list, got {saved!r}")
     for file in _TEMPLATE_FILES:
         if (folder / file).is_file():
-            templates["default"] = (folder / file).read_text(encoding="utf-8")
+            templates["default"] = _read_text(folder / file)
             break
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja*")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _read_text(file)
     return templates
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training masks; here it is
-    just its body."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain class attribute)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
-    return env
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which would corrupt tool descriptions."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(fmt: str) -> str:
-    return datetime.datetime.now().strftime(fmt)
-
-
-def _check_messages(messages: Any) -> None:
-    if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
+def _named_template(entry: Any, where: Path) -> tuple[str, str]:
+    named = entry if isinstance(entry, Mapping) else {}
+    name, source = named.get("name"), named.get("template")
+    if not isinstance(name, str) or not isinstance(source, str):
         raise ValueError(
-            f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}"
+            f"{where}: an entry of chat_template must have a name and a template, got {entry!r}"
         )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f"messages[{i}] must be a mapping with a 'role', got {message!r}")
+    return name, source
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from error

@@ -119,21 +119,23 @@ class Tokenizer:
         *,
         tokenize: bool = True,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
         """Renders a conversation with the checkpoint's chat template.
 
         messages: [{"role": ..., "content": ...}, ...]. chat_template: the name of one of the
-        checkpoint's templates or a template's own text. kwargs go to the template. Returns token
-        ids, or the rendered text with tokenize=False. Raises ValueError without a template or where
-        the template refuses the messages.
+        checkpoint's templates or a template's own text. tools, kwargs: see `ChatTemplate.render`;
+        chat_template_kwargs: the same as kwargs, and wins over them. Returns token ids, or the
+        rendered text with tokenize=False. Raises ValueError without a template or where the
+        template refuses the messages or does not read a keyword.
         """
-        template = self._chat_template(chat_template, bool(tools))
-        variables = {**self.special_tokens, **kwargs}
-        text = template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **kwargs}
+        options |= _template_kwargs(chat_template_kwargs)
+        template = self._chat_template(chat_template, options["tools"] is not None)
+        special = {k: options.pop(k, v) for k, v in self.special_tokens.items()}
+        text = template.render(messages, special_tokens=special, **options)
         # The template writes BOS itself where the model wants one.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -173,6 +175,16 @@ class Tokenizer:
         if not add_special_tokens or self._add_bos is None:
             return ids
         return [self.bos_token_id, *ids] if self._add_bos else ids[1:]
+
+
+def _template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"chat_template_kwargs must be a mapping, got {given!r}")
+    if own := sorted(given.keys() & {"messages", "tokenize", "chat_template", "special_tokens"}):
+        raise ValueError(f"chat_template_kwargs must not hold {own}")
+    return dict(given)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:

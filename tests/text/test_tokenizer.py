@@ -210,3 +210,21 @@ def test_threads_may_share_a_tokenizer(tmp_path):
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert results == [expected] * 4
+
+
+def test_chat_template_kwargs_are_keywords(tmp_path):
+    template = "{{ messages[0].content }}{% if thinking %}!{% endif %}{{ bos_token }}"
+    config = {"chat_template": template, "bos_token": "<|im_start|>"}
+    tokenizer = load_tokenizer(save(tmp_path, tokenizer_config=config))
+    apply = lambda **kw: tokenizer.apply_chat_template(MESSAGES, tokenize=False, **kw)  # noqa: E731
+    assert apply() == "hi<|im_start|>"
+    assert apply(thinking=True) == "hi!<|im_start|>"
+    assert apply(chat_template_kwargs={"thinking": True}) == "hi!<|im_start|>"
+    assert apply(thinking=True, chat_template_kwargs={"thinking": False}) == "hi<|im_start|>"
+    assert apply(chat_template_kwargs={"bos_token": "B"}) == "hiB"
+    with pytest.raises(ValueError, match=r"does not read the keyword\(s\) \['thinkin'\]"):
+        apply(chat_template_kwargs={"thinkin": True})
+    with pytest.raises(ValueError, match="must be a mapping"):
+        apply(chat_template_kwargs="thinking")
+    with pytest.raises(ValueError, match=r"must not hold \['messages'\]"):
+        apply(chat_template_kwargs={"messages": []})
