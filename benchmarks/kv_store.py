@@ -213,7 +213,7 @@ def generate(engine, prompts: list[list[int]], tokens: int):
 
 
 def forget(engine) -> None:
-    engine.kv.wait_saved()
+    engine.prefix_store.wait_saved()
     for s in engine.schedulers:
         s.blocks.drop_cache()
 
@@ -317,6 +317,8 @@ def _second_process(
 def snapshot(args: argparse.Namespace) -> None:
     """What running requests see of snapshots: gaps between their tokens, without and with one
     inside, at several sizes of live KV."""
+    from deepinfer_jax.snapshot.job import take
+
     engine = make_engine(args, zero_overhead_scheduling=True)
     rng = np.random.default_rng(1)
     print(
@@ -329,7 +331,7 @@ def snapshot(args: argparse.Namespace) -> None:
                 rng.integers(3, engine.model_config.vocab_size, length).tolist() for _ in range(8)
             ]
             generate(engine, prompts, 2)  # compiles
-            engine.snapshot(folder).wait()
+            take(engine, folder).wait()
             _gaps(args, engine, prompts, Path(folder))
         _files_of_a_snapshot(args, Path(folder))
     engine.close()
@@ -338,6 +340,7 @@ def snapshot(args: argparse.Namespace) -> None:
 def _gaps(args: argparse.Namespace, engine, prompts: list[list[int]], folder: Path) -> None:
     """One line: --repeats snapshots taken by another thread, each after 15 steps without one."""
     from deepinfer_jax import SamplingParams
+    from deepinfer_jax.snapshot.job import take
 
     most = args.max_model_len - len(prompts[0]) - 1
     for i, prompt in enumerate(prompts):
@@ -353,7 +356,7 @@ def _gaps(args: argparse.Namespace, engine, prompts: list[list[int]], folder: Pa
     while engine.has_unfinished_requests() and (job is not None or len(jobs) < args.repeats):
         known = job
         if job is None and quiet == 15:
-            asked = threading.Thread(target=lambda: jobs.append(engine.snapshot(folder)))
+            asked = threading.Thread(target=lambda: jobs.append(take(engine, folder)))
             asked.start()
             quiet = 0
         if not engine.step():
@@ -372,7 +375,7 @@ def _gaps(args: argparse.Namespace, engine, prompts: list[list[int]], folder: Pa
         last = now
     for j in jobs:
         j.wait()
-    engine.abort_request(list(engine._requests))
+    engine.abort_request(list(engine.live.requests))
     while engine.has_unfinished_requests():
         engine.step()
     median = statistics.median(gaps["without"])
@@ -468,7 +471,7 @@ def _trace(args: argparse.Namespace, engines: list) -> None:
             prompt = rng.integers(3, vocab, size).tolist()
             for tail in ([], [5] * (length // 2)):
                 generate(engine, [prompt + tail], 1)
-                if engine.kv is not None:
+                if engine.prefix_store is not None:
                     forget(engine)
     system = rng.integers(3, vocab, length // 2).tolist()
     conversations = [
@@ -480,8 +483,8 @@ def _trace(args: argparse.Namespace, engines: list) -> None:
         engine = engines[turn % len(engines)]
         before = _counts(engine)
         output = generate(engine, [history], length // 8)[0]
-        if engine.kv is not None:
-            engine.kv.wait_saved()
+        if engine.prefix_store is not None:
+            engine.prefix_store.wait_saved()
         source = Counter(_counts(engine))
         source.subtract(before)
         pages = (len(history) - 1) // 16
@@ -513,10 +516,10 @@ def _trace(args: argparse.Namespace, engines: list) -> None:
                 f"    mostly {name:8} {len(first[name]):3} turns: median prompt {sizes:.0f} tokens,"
                 f" TTFT {1e3 * seconds:.1f} ms"
             )
-    if engines[0].kv is not None:
+    if engines[0].prefix_store is not None:
         s: Counter[str] = Counter()
         for engine in engines:
-            s.update(engine.kv.stats())
+            s.update(engine.prefix_store.stats())
         print(
             "    "
             + ", ".join(
@@ -527,7 +530,7 @@ def _trace(args: argparse.Namespace, engines: list) -> None:
 
 
 def _counts(engine) -> dict[str, int]:
-    s = {} if engine.kv is None else engine.kv.stats()
+    s = {} if engine.prefix_store is None else engine.prefix_store.stats()
     return {"host": s.get("host_hits", 0), "disk": s.get("disk_hits", 0)}
 
 

@@ -130,8 +130,6 @@ class EngineArgs:
     kv_store_namespace: str = "shared"
     """Who may read what is saved: "shared" everybody (cache_salt keeps apart), "user" only requests
     of the same user_id."""
-    snapshot_on_sigterm: str | None = None
-    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends."""
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     """Further fields of SchedulerConfig."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -24,12 +24,15 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.rpc.client import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+from deepinfer_jax.snapshot.job import SnapshotJob
+from deepinfer_jax.snapshot.job import snapshot_on_sigterm as arrange_snapshot_on_sigterm
+from deepinfer_jax.snapshot.job import take as take_snapshot
+from deepinfer_jax.snapshot.restore import restore as restore_snapshot
 from deepinfer_jax.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from deepinfer_jax.snapshot.job import SnapshotJob
-
 Message = Mapping[str, Any]
+
+_NO_SNAPSHOTS = "with a router, snapshots are taken and restored by the engines' own processes"
 
 OFFLINE_PREFILL_INTERVAL = 16
 """Decode steps between attempts to prefill: 70, the engine's default, keeps places empty for long
@@ -72,6 +75,7 @@ class LLM:
         disaggregation: Mapping[str, Any] | None = None,
         router: str | None = None,
         router_options: Mapping[str, Any] | None = None,
+        snapshot_on_sigterm: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
         """decode_sequence=False leaves `text` empty for all requests (token ids only). devices:
@@ -83,17 +87,18 @@ class LLM:
         further fields of `DisaggregationConfig` (time-outs, router, reservations).
         router="host:port" builds no engine: requests go to a deployment of other processes, which
         keeps its own arguments. Then model says only where to find a tokenizer. router_options:
-        further arguments of `RemoteEngine` (secret, time-out). A warm-up shows a progress bar on
-        stderr.
+        further arguments of `RemoteEngine` (secret, time-out). snapshot_on_sigterm: folder for a
+        snapshot of all live requests that SIGTERM takes before the process ends. A warm-up shows a
+        progress bar on stderr.
         """
         self._decode = decode_sequence
         self._serial = itertools.count()
         self.engine: LLMEngine | DisaggregatedEngine | RemoteEngine
         if router is not None:
-            if engine_args or disaggregate is not None:
+            if engine_args or disaggregate is not None or snapshot_on_sigterm is not None:
                 raise ValueError(
                     f"with router={router!r} the engines' arguments are theirs; got"
-                    f" {sorted(engine_args) or 'disaggregate'}"
+                    f" {sorted(engine_args) or 'disaggregate or snapshot_on_sigterm'}"
                 )
             self.engine = RemoteEngine(router, model, tokenizer, **(router_options or {}))
             self._calls = Calls(self.engine)
@@ -118,14 +123,11 @@ class LLM:
             meshes = {"prompt_mesh": prompt_mesh or {}, "completion_mesh": completion_mesh or {}}
             config = DisaggregationConfig.parse(disaggregate, **meshes, **(disaggregation or {}))
             self.engine = DisaggregatedEngine(fields, config, devices)
-            self._calls = Calls(self.engine)
-            return
-        args = EngineArgs(**fields)
-        with tqdm(desc="compiling", unit="program", disable=not warm_up, dynamic_ncols=True) as bar:
-            self.engine = LLMEngine(
-                args, devices=devices, warm_up_progress=partial(show_warm_up, bar)
-            )
+        else:
+            self.engine = _build_engine(EngineArgs(**fields), devices)
         self._calls = Calls(self.engine)
+        if snapshot_on_sigterm is not None:
+            arrange_snapshot_on_sigterm(self.snapshot, snapshot_on_sigterm)
 
     # ---- generation ------------------------------------------------------------------------------
 
@@ -295,9 +297,23 @@ class LLM:
         """Saves all live requests with their KV while they go on; from another thread, or between
         the outputs of `stream`.
 
-        `.wait()` returns once the snapshot is complete on disk. See `LLMEngine.snapshot`.
+        `.wait()` returns once the snapshot is complete on disk. See `snapshot.job.take`. ValueError
+        with a router: its engines are other processes, which have snapshots of their own.
         """
-        return self.engine.snapshot(path)
+        match self.engine:
+            case LLMEngine():
+                return take_snapshot(self.engine, path)
+            case DisaggregatedEngine():
+                return self.engine.snapshot(path)
+        raise ValueError(f"snapshot {path}: {_NO_SNAPSHOTS}")
+
+    def _restore(self, path: str | Path) -> list[str]:
+        match self.engine:
+            case LLMEngine():
+                return restore_snapshot(self.engine, path)
+            case DisaggregatedEngine():
+                return self.engine.restore(path)
+        raise ValueError(f"restore {path}: {_NO_SNAPSHOTS}")
 
     def restore(self, path: str | Path, *, use_tqdm: bool = True) -> list[RequestOutput]:
         """Takes a snapshot's requests over and generates to their end; one output each, in the
@@ -307,7 +323,7 @@ class LLM:
         SnapshotMismatch or ValueError before anything runs.
         """
         with self._calls.between_steps():
-            ids = self.engine.restore(path)
+            ids = self._restore(path)
             box = self._calls.open(ids)
         used = [
             int(call)
@@ -339,6 +355,14 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _build_engine(args: EngineArgs, devices: Seq[Any] | None) -> LLMEngine:
+    """With a progress bar while it compiles."""
+    with tqdm(
+        desc="compiling", unit="program", disable=not args.warm_up, dynamic_ncols=True
+    ) as bar:
+        return LLMEngine(args, devices=devices, warm_up_progress=partial(show_warm_up, bar))
 
 
 def show_warm_up(bar: tqdm, program: str, done: int, count: int) -> None:

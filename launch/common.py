@@ -54,6 +54,9 @@ class LaunchArgs:
     """Seconds of silence after which a peer is lost."""
     drain_timeout: float = 60.0
     """Seconds that requests get to finish after SIGTERM."""
+    snapshot_on_sigterm: str | None = None
+    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends,
+    instead of waiting for them."""
     reserve_fraction: float = 1.0
     """COMPLETION: share of max_tokens that must be free before a request is taken."""
     coordinator: str | None = None
@@ -85,7 +88,6 @@ MAY_DIFFER = (
         "device_memory_bytes",
         "compilation_cache",
         "strict_compiles",
-        "snapshot_on_sigterm",
     ),
     *("kv_store", "kv_store_bytes", "kv_host_bytes", "kv_store_write"),
 )
@@ -159,6 +161,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         handoff=HandoffConfig(timeout=launch.deadline, retry_delay=0.002),
         reserve_fraction=launch.reserve_fraction,
         drain_timeout=launch.drain_timeout,
+        snapshot_on_sigterm=launch.snapshot_on_sigterm,
     )
     if role is EngineType.COMPLETION:
         security.check_bind(config.data)
@@ -195,7 +198,7 @@ def _advertised(launch: LaunchArgs) -> str | None:
 def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
     from deepinfer_jax.config import EngineConfig
     from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
-    from deepinfer_jax.disagg.protocol import model_fingerprint
+    from deepinfer_jax.engine.kv_identity import model_fingerprint
     from deepinfer_jax.engine.llm_engine import LLMEngine
     from deepinfer_jax.models.resolve import resolve_model_path
     from deepinfer_jax.runner.mesh import RankPlacement, make_mesh
@@ -220,8 +223,7 @@ def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
 
 def engine_layout(engine: Any) -> dict[str, Any]:
     """handoff.make_layout, for a NORMAL engine too (it has no blocks to hand over)."""
-    from deepinfer_jax.disagg.protocol import PROTOCOL, model_fingerprint
-    from deepinfer_jax.models.resolve import resolve_model_path
+    from deepinfer_jax.disagg.protocol import PROTOCOL
 
     if engine.policy.splits_prefill_decode:
         return engine.layout()
@@ -230,7 +232,7 @@ def engine_layout(engine: Any) -> dict[str, Any]:
         "protocol": PROTOCOL,
         "role": int(c.role),
         "roles": {r.name: int(r) for r in EngineType},
-        "model": model_fingerprint(resolve_model_path(engine.args.model)),
+        "model": engine.fingerprint,
         "block_size": c.block_size,
         "caches": {
             s.name: {"dtype": str(s.dtype), "layers": s.layers} for s in engine.runner.cache_specs

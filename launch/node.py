@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
@@ -26,6 +27,8 @@ from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig
 from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.sampling_params import SamplingParams
+from deepinfer_jax.snapshot.job import snapshot_on_sigterm
+from deepinfer_jax.snapshot.job import take as take_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class NodeConfig:
     advertise: the host others reach it by. transport: how KV travels, "host" (through host memory
     and this link's socket) or "device" (jax.experimental.transfer, where both sides want it and
     their shards match; else "host"). drain_timeout: seconds that requests get to finish after
-    SIGTERM."""
+    SIGTERM; with snapshot_on_sigterm they are saved into that folder instead."""
 
     router: str
     name: str
@@ -65,6 +68,7 @@ class NodeConfig:
     transport: str = "host"
     reserve_fraction: float = 1.0
     drain_timeout: float = 60.0
+    snapshot_on_sigterm: str | None = None
 
 
 class EngineServer:
@@ -123,10 +127,11 @@ class EngineServer:
 
     def run(self) -> int:
         """Until drained or failed; the process's exit code."""
-        if (
-            self.engine.args.snapshot_on_sigterm is None
-        ):  # else the engine's handler saves what is here, and ends the process
+        folder = self.config.snapshot_on_sigterm
+        if folder is None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
+        else:  # saves what is here, and ends the process
+            snapshot_on_sigterm(partial(take_snapshot, self.engine), folder)
         self.hub.start()
         self._dial_router()
         if self.peers is not None:
@@ -242,7 +247,7 @@ class EngineServer:
         if isinstance(self.engine, CompletionEngine):
             for handoff_id in list(self.engine.receiver.incoming):
                 self.engine.receiver.drop(handoff_id, "the router is gone")
-        self.engine.abort_request(list(self.engine._requests))
+        self.engine.abort_request(list(self.engine.live.requests))
 
     # ---- leaving ---------------------------------------------------------------------------------
 

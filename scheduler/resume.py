@@ -103,6 +103,13 @@ def resume_waiting(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     s.prefix.register(seq)
 
 
+def queue_registered(s: Scheduler, seq: Sequence) -> None:
+    """Appends a sequence that `add_request(enqueue=False)` has taken in to `waiting`."""
+    seq._enqueue_time = s.clock()
+    s.waiting.append(seq)
+    s.order.arrived(seq)
+
+
 def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     s.register(seq)
     seq._blocks = np.array(blocks, np.int32)

@@ -15,14 +15,13 @@ from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.routing.router import RouterConfig
 
 ROLE_FIELDS = {
-    EngineType.PROMPT: {"zero_overhead_scheduling": False, "snapshot_on_sigterm": None},
+    EngineType.PROMPT: {"zero_overhead_scheduling": False},
     EngineType.COMPLETION: {
         "zero_overhead_scheduling": True,
         "stop_preempted_request": True,
         "chunked_prefill": False,
         "enable_prefix_caching": False,
         "prefill_buckets": None,
-        "snapshot_on_sigterm": None,
     },
 }
 """What a role cannot leave to the arguments both roles share."""

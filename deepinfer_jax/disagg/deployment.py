@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.disagg import mesh_link
@@ -28,7 +27,8 @@ from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
 from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.disagg.split_request import FannedOutRequest
 from deepinfer_jax.disagg.worker import EngineWorker
-from deepinfer_jax.engine.admission import PromptInput, check_request, tokenize_prompt
+from deepinfer_jax.engine.admission import Admission, PromptInput
+from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.runner.mesh import make_mesh
@@ -36,7 +36,7 @@ from deepinfer_jax.runner.model_source import ModelSource
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.routing.router import Capacity, Router, RouterConfig
-from deepinfer_jax.snapshot.job import SnapshotJob, snapshot_on_sigterm
+from deepinfer_jax.snapshot.job import SnapshotJob
 
 LOOK_AGAIN = 0.2
 """Seconds between looks at stalled engines while the caller waits for outputs."""
@@ -63,15 +63,16 @@ class DisaggregatedEngine(Coordinator):
         first = self.prompt_engines[0]
         self.args, self.config, self.tokenizer = first.args, first.config, first.tokenizer
         self.model_config, self.eos_token_ids = first.model_config, first.eos_token_ids
-        self._seeds = np.random.default_rng(self.args.seed)
+        self.seeds = SeedSource(self.args.seed)
+        self.admission = Admission(
+            first.admission.limits, self.tokenizer, self.eos_token_ids, self.seeds
+        )
         capacity = {e.name: _capacity(e) for e in self.completion_engines}
         self.router = Router(
             [e.name for e in self.prompt_engines], capacity, config.router or self._router_config()
         )
         for worker in self.workers.values():
             worker.start()
-        if fields.get("snapshot_on_sigterm") is not None:
-            snapshot_on_sigterm(self, fields["snapshot_on_sigterm"])
 
     def _build(self, args: dict[EngineType, EngineArgs], devices: list[Any]) -> None:
         c = self.pd
@@ -147,19 +148,16 @@ class DisaggregatedEngine(Coordinator):
         with self._lock:
             request_id = str(next(self._counter)) if request_id is None else request_id
             params = params or SamplingParams()
-            check_request(self, request_id, params)
-            text, ids = tokenize_prompt(self, request_id, prompt)
+            self.admission.check(request_id, params, self._requests)
+            text, ids = self.admission.tokenize(request_id, prompt)
             arrival = time.time() if arrival_time is None else arrival_time
-            request = FannedOutRequest.make(request_id, text, ids, params, self.draw_seed, arrival)
+            request = FannedOutRequest.make(request_id, text, ids, params, self.seeds.draw, arrival)
             limit = self.prompt_engines[0].schedulers[0].config.prompt_limit
             if len(ids) > limit:
                 self.refuse(request, "prompt_length_exceeded")
             else:
                 self.submit(request, self.config.max_model_len)
             return request
-
-    def draw_seed(self) -> int:
-        return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
 
     def step(self) -> list[RequestOutput]:
         """Waits for outputs and returns all there are; [] when a while has passed without any."""
@@ -191,12 +189,12 @@ class DisaggregatedEngine(Coordinator):
 
     def snapshot(self, path: str | Path) -> SnapshotJob:
         """All live requests, whichever engine has them, between two steps of all engines; see
-        `LLMEngine.snapshot`."""
+        `snapshot.job.take`."""
         return pd_snapshot.take(self, path)
 
     def restore(self, path: str | Path, step: int | None = None) -> list[str]:
         """Takes over the requests of a snapshot of any deployment of this model; see
-        `LLMEngine.restore`."""
+        `snapshot.restore.restore`."""
         return pd_snapshot.restore(self, path, step)
 
     # ---- the rest --------------------------------------------------------------------------------
@@ -226,7 +224,7 @@ class DisaggregatedEngine(Coordinator):
 
     def _held(self, worker: EngineWorker) -> list[str]:
         engine = worker.engine
-        with engine._lock:
+        with engine.lock:
             held = [str(seq) for s in engine.schedulers for seq in s.sequences]
         return held + [str(c) for c in worker._commands]
 
@@ -234,7 +232,7 @@ class DisaggregatedEngine(Coordinator):
         """Raises if a block or slot is lost or doubly used anywhere, or the router's loads disagree
         with its requests."""
         for worker in self.workers.values():
-            with worker.engine._lock:
+            with worker.engine.lock:
                 worker.engine.check_integrity()
         with self._lock:
             self.router.check_integrity()

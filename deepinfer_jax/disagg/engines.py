@@ -18,18 +18,14 @@ from deepinfer_jax.disagg.protocol import (
     Link,
     Message,
     Refused,
-    RequestState,
     make_layout,
-    model_fingerprint,
 )
 from deepinfer_jax.disagg.receiver import Receiver
 from deepinfer_jax.disagg.sender import Sender
-from deepinfer_jax.engine.admission import check_request
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.request_state import load_state, new_completion, request_state
+from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
 from deepinfer_jax.kv.block_mover import BUCKETS, BlockMover, Payload
-from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs
@@ -64,15 +60,14 @@ class _HandoverEngine(LLMEngine):
 
     def layout(self) -> dict[str, Any]:
         """See `handoff.check_layouts`."""
-        fingerprint = model_fingerprint(resolve_model_path(self.args.model))
         return make_layout(
-            self.config.role, fingerprint, self.mover.describe(), self.config.max_model_len
+            self.config.role, self.fingerprint, self.mover.describe(), self.config.max_model_len
         )
 
     def prepare_link(self, peer: str, peer_tp: int) -> None:
         """Compiles what a peer with another tp needs. Before the first transfer, under the engine's
         lock."""
-        with self._lock, compile_watch().expected():
+        with self.lock, compile_watch().expected():
             self._cuts[peer] = self.mover.prepare_for(peer_tp)
 
 
@@ -84,7 +79,7 @@ class PromptEngine(_HandoverEngine):
     hand-over has failed for good. Requests have n=1: a coordinator splits the others.
     """
 
-    _reads_scheduled = True
+    reads_scheduled = True
 
     def start_hand_over(
         self, name: str, coordinator: PromptCoordinator, config: HandoffConfig | None = None
@@ -113,7 +108,7 @@ class PromptEngine(_HandoverEngine):
                 f"request {request_id!r}: a PROMPT engine hands over single completions, got"
                 f" n={params.n}"
             )
-        with self._lock:
+        with self.lock:
             request = super().add_request(request_id, prompt, params, **options)
             self._by_key[request.request_id] = request.completions[0]
             if seed is not None:
@@ -126,7 +121,7 @@ class PromptEngine(_HandoverEngine):
         self._by_key[request.request_id] = request.completions[0]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
-        with self._lock:
+        with self.lock:
             alive = super().abort_request(request_ids)
             for key in alive:
                 self.sender.cancel(key, "aborted")
@@ -135,7 +130,7 @@ class PromptEngine(_HandoverEngine):
 
     def pump(self) -> None:
         """Moves hand-overs on between steps."""
-        with self._lock:
+        with self.lock:
             self.sender.pump()
 
     # ---- hooks -----------------------------------------------------------------------------------
@@ -145,7 +140,7 @@ class PromptEngine(_HandoverEngine):
         self._chunks = {}
         for o in outputs:
             for item in o.prefill:
-                key = self._completions[item.seq.request_id].request.request_id
+                key = self.live.of(item.seq).request.request_id
                 self._chunks[key] = item.q_len
                 self._offer(key)
 
@@ -155,7 +150,7 @@ class PromptEngine(_HandoverEngine):
         for scheduler in self.schedulers:
             budget = 2 * scheduler.config.prefill_budget
             for seq in scheduler.waiting:
-                c = self._completions.get(seq.request_id)
+                c = self.live.find(seq)
                 if budget <= 0 or c is None:
                     break
                 budget -= seq.num_tokens - seq.num_scheduled
@@ -167,7 +162,12 @@ class PromptEngine(_HandoverEngine):
         scheduler = self.schedulers[c.rank]
         if key in self.sender.outgoing or scheduler.max_len_of(c.seq) <= c.seq.prompt_len + 1:
             return  # or it ends here, whatever its first token is
-        state = RequestState(key, c.request.prompt_token_ids, c.params.to_dict(), c.seed)
+        state = RequestState(
+            request_id=key,
+            prompt_token_ids=c.request.prompt_token_ids,
+            params=c.params.to_dict(),
+            seed=c.seed,
+        )
         self.sender.offer(
             key, state.to_dict(), scheduler.config.pages(c.seq.prompt_len), int(self._has_states)
         )
@@ -185,23 +185,22 @@ class PromptEngine(_HandoverEngine):
             self.coordinator.prefill_progress(key, tokens, seconds * tokens / total)
 
     def send_processed_prompts(self) -> None:
-        processed, self._processed = self._processed, []
-        for c in processed:
+        for c in self.results.take_prefilled():
             key = c.request.request_id
             if c.seq.is_finished or c.finished:
                 self.sender.cancel(key, "ended with its first token")
                 continue
             self.schedulers[c.rank].detach(c.seq)
             self.coordinator.prefilled(key)
-            self.sender.prefilled(key, request_state(c).to_dict())
+            self.sender.prefilled(key, RequestState.of(c).to_dict())
         self.drop_finished_prompts()
         self._offer_next()
         self.sender.pump()
 
-    def _forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         self.sender.cancel(request.request_id, "ended on the prompt engine")
         self._by_key.pop(request.request_id, None)
-        super()._forget(request)
+        super().forget_request(request)
 
     # ---- SourcePort ------------------------------------------------------------------------------
 
@@ -276,13 +275,12 @@ class PromptEngine(_HandoverEngine):
         """Forgets a request that is not this engine's any more, without an output."""
         self._release_detached(key)
         c = self._by_key.pop(key)
-        self._requests.pop(key, None)
-        self._completions.pop(c.seq.request_id, None)
+        self.live.forget(c.request)
 
     def _release_detached(self, key: str) -> None:
         c = self._by_key[key]
         if self.schedulers[c.rank].release_detached(c.seq):
-            self._ranks.pop(c.seq.request_id, None)
+            self.live.drop_rank(c.seq)
 
 
 class CompletionEngine(_HandoverEngine):
@@ -305,14 +303,14 @@ class CompletionEngine(_HandoverEngine):
 
     def pump(self) -> None:
         """Takes what has arrived; between steps."""
-        with self._lock:
+        with self.lock:
             self.receiver.pump()
 
     def drop_attempt(self, key: str, reason: str) -> None:
         """Ends whatever this engine holds of an attempt: reservations and decoding requests."""
-        with self._lock:
+        with self.lock:
             self.receiver.drop_request(key, reason)
-            self.abort_request([i for i in self._requests if i.rpartition("/")[0] == key])
+            self.abort_request([i for i in self.live.requests if i.rpartition("/")[0] == key])
 
     # ---- TargetPort ------------------------------------------------------------------------------
 
@@ -320,9 +318,11 @@ class CompletionEngine(_HandoverEngine):
         state = RequestState.from_dict(request)
         try:
             params = SamplingParams.from_dict(state.params)
-            check_request(self, handoff_id, params)
+            self.admission.check(handoff_id, params, self.live)
             for rank in self._ranks_by_load():
-                c = new_completion(self, handoff_id, state, params, rank)
+                request = Request(handoff_id, None, state.prompt_token_ids, params)
+                c = self.admission.new_completion(request, params, state.seed, rank)
+                request.completions.append(c)
                 if self.schedulers[rank].reserve(c.seq, self._tokens_to_reserve(c.seq, rank)):
                     self._reserved[handoff_id] = c
                     return rank
@@ -367,10 +367,8 @@ class CompletionEngine(_HandoverEngine):
         if not scheduler.enqueue_prompted(c.seq, loaded.output_token_ids):
             scheduler.cancel_reservation(c.seq)
             return False
-        load_state(self, c, loaded)
-        self._requests[handoff_id] = c.request
-        self._completions[c.seq.request_id] = c
-        self._ranks[c.seq.request_id] = c.rank
+        loaded.load_into(c, self.tokenizer)
+        self.live.add(c.request)
         return True
 
     def release(self, handoff_id: str, reason: str) -> None:

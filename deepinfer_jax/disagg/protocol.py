@@ -22,13 +22,10 @@ hand-over, with its own deadline, so that neither waits for a dead peer.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any, Protocol
 
 from deepinfer_jax.scheduler.roles import EngineType
@@ -263,59 +260,3 @@ def check_layouts(source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
             )
     if problems:
         raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(problems))
-
-
-def model_fingerprint(folder: str | Path) -> str:
-    """Equal for equal checkpoints: config.json and samples of every weight file, a few hundred
-    kilobytes in all."""
-    digest = hashlib.sha256()
-    folder = Path(folder)
-    if (folder / "config.json").is_file():
-        digest.update((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as f:
-            for i in range(32):
-                f.seek(size * i // 32)
-                digest.update(f.read(4096))
-    return digest.hexdigest()[:32]
-
-
-# ---- the request's own state ---------------------------------------------------------------------
-
-
-@dataclass
-class RequestState:
-    """Everything a completion engine needs to go on with a request, beside its KV. Plain values
-    only.
-
-    Draws are keyed by (seed, position) and penalties are counted from the tokens, so neither needs
-    counters here.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: dict[str, Any]  # SamplingParams.from_dict
-    seed: int
-    output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[list[list[Any]]] | None = (
-        None  # per output token: [token, log-probability, rank, text] entries
-    )
-    cumulative_logprob: float = 0.0
-    prompt_logprobs: list[list[list[Any]] | None] | None = None
-    detokenizer: dict[str, Any] | None = (
-        None  # IncrementalDetokenizer.state_dict, stop-matching state included
-    )
-    consumed: int = 0
-    reported: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
-    hit_tokens: int = 0
-    num_preemptions: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RequestState:
-        return cls(**values)

@@ -13,85 +13,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
+import msgspec
 
-from deepinfer_jax.disagg.protocol import RequestState
 from deepinfer_jax.disagg.split_request import CompletionPart, FannedOutRequest, unique_id
-from deepinfer_jax.engine.admission import new_detokenizer
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.engine.request_state import logprob_entries
-from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.engine.request_state import RequestState, logprob_entries
+from deepinfer_jax.outputs import RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
-from deepinfer_jax.snapshot import files as snapshot_files
-from deepinfer_jax.snapshot import job as snapshot
-from deepinfer_jax.snapshot import records as snapshot_state
-from deepinfer_jax.snapshot import restore as snapshot_resume
+from deepinfer_jax.snapshot import files, job, records
+from deepinfer_jax.snapshot import restore as snapshot_restore
+from deepinfer_jax.snapshot.records import (
+    Base,
+    CompletionRecord,
+    Place,
+    RequestRecord,
+    SnapshotRecord,
+)
 
 if TYPE_CHECKING:
     from deepinfer_jax.disagg.deployment import DisaggregatedEngine
 
+Found = dict[str, tuple[int, CompletionRecord]]
+"""Part's id -> (progress, its record on the engine that is further)."""
 
-def take(pd: DisaggregatedEngine, folder: str | Path) -> snapshot.SnapshotJob:
-    """See `LLMEngine.snapshot`."""
-    job = snapshot.SnapshotJob(Path(folder).absolute())
+
+def take(pd: DisaggregatedEngine, folder: str | Path) -> job.SnapshotJob:
+    """See `snapshot.job.take`."""
+    taken = job.SnapshotJob(Path(folder).absolute())
     engines = _alive(pd)
-    layout = snapshot_state.layout(engines[0])
     for engine in engines:
-        engine.compile_copies()
+        engine.ensure_mover()
+        engine.runner.compile_missing("gather")
 
-    def timed() -> snapshot.Capture:
+    def timed() -> job.Capture:
         start = time.perf_counter()
         with pd._lock:
-            captured = _capture(pd, engines, layout)
-        job.pause = time.perf_counter() - start
+            captured = _capture(pd, engines)
+        taken.pause = time.perf_counter() - start
         return captured
 
-    return snapshot.start_writing(job, _hold(engines, timed))
+    return job.start_writing(taken, _hold(engines, timed))
 
 
 def _alive(pd: DisaggregatedEngine) -> list[LLMEngine]:
     return [w.engine for w in pd.workers.values() if w.failed is None]
 
 
-def _hold(engines: list[LLMEngine], call: Callable[[], Any]) -> Any:
+def _hold[T](engines: list[LLMEngine], call: Callable[[], T]) -> T:
     """call() while every engine stands between two steps."""
     if not engines:
         return call()
-    return engines[0].at_step_boundary(lambda: _hold(engines[1:], call))
+    return engines[0].boundary.run(lambda: _hold(engines[1:], call))
 
 
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def _capture(
-    pd: DisaggregatedEngine, engines: list[LLMEngine], layout: dict[str, Any]
-) -> snapshot.Capture:
-    found: dict[str, tuple[int, dict[str, Any]]] = {}  # part -> (progress, completion record)
-    prefix, copies, base = [], [], snapshot_state.Base()
+def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine]) -> job.Capture:
+    found: Found = {}
+    prefix, copies, base = [], [], Base()
     for engine in engines:
-        captured = snapshot.capture(engine, layout)
-        for request in captured.meta["requests"]:
+        captured = job.capture(engine)
+        for request in captured.record.requests:
             _take_part(pd, request, base, found)
-        prefix += base.shift_prefix(captured.meta["prefix"])
+        prefix += base.shifted(captured.record.prefix)
         copies += captured.copies
-        base = base.after(
-            captured.meta["ranks"],
-            {kind: len(rows) for kind, rows in captured.copies[0].rows.items()},
-        )
-    meta = {
-        "layout": layout,
-        "role": "DISAGGREGATED",
-        "created": time.time(),
-        "requests": [_record(pd, request, found) for request in pd._requests.values()],
-        "outputs": [snapshot_state.record_output(o) for o in _undelivered(pd)],
-        "prefix": prefix,
-        "seeds": pd._seeds.bit_generator.state,
-        "ranks": base.ranks,
-    }
-    return snapshot.Capture(meta, copies)
+        rows = {kind: len(rows) for kind, rows in captured.copies[0].rows.items()}
+        base = base.after(captured.record.ranks, rows)
+    record = SnapshotRecord(
+        identity=engines[0].kv_identity(),
+        role="DISAGGREGATED",
+        created=time.time(),
+        requests=[_record(pd, request, found) for request in pd._requests.values()],
+        outputs=[records.record_output(o) for o in _undelivered(pd)],
+        prefix=prefix,
+        seeds=pd.seeds.state,
+        ranks=base.ranks,
+    )
+    return job.Capture(record, copies)
 
 
 def _undelivered(pd: DisaggregatedEngine) -> list[RequestOutput]:
@@ -103,32 +108,23 @@ def _undelivered(pd: DisaggregatedEngine) -> list[RequestOutput]:
     return outputs
 
 
-def _take_part(
-    pd: DisaggregatedEngine,
-    request: dict[str, Any],
-    base: snapshot_state.Base,
-    found: dict[str, tuple[int, dict[str, Any]]],
-) -> None:
+def _take_part(pd: DisaggregatedEngine, request: RequestRecord, base: Base, found: Found) -> None:
     """Keeps an engine's record of a part unless another engine's is further, or its attempt is
     over."""
-    attempt, _, handoff = request["request_id"].partition("/")
+    attempt, _, handoff = request.request_id.partition("/")
     part = pd._current(attempt)
-    (completion,) = request["completions"]
-    if (
-        part is None
-        or completion["place"] is None
-        or (handoff and part.answering not in (None, request["request_id"]))
-    ):
+    (completion,) = request.completions
+    if part is None or completion.place is None:
         return
-    base.shift_place(completion["place"])
-    progress = 2 * len(completion["state"]["output_token_ids"]) + bool(handoff)
-    if progress >= found.get(part.id, (0, None))[0]:
+    if handoff and part.answering not in (None, request.request_id):
+        return
+    base.shift(completion.place)
+    progress = 2 * len(completion.state.output_token_ids) + bool(handoff)
+    if part.id not in found or progress >= found[part.id][0]:
         found[part.id] = progress, completion
 
 
-def _record(
-    pd: DisaggregatedEngine, request: FannedOutRequest, found: dict[str, tuple[int, dict[str, Any]]]
-) -> dict[str, Any]:
+def _record(pd: DisaggregatedEngine, request: FannedOutRequest, found: Found) -> RequestRecord:
     completions = []
     for part in request.parts:
         if part.index in request.done:
@@ -137,176 +133,169 @@ def _record(
             record = found[part.id][1]
         else:
             record = _record_queued(pd, part)
-        completions.append(record | {"index": part.index})
-    return {
-        "request_id": request.request_id,
-        "prompt": request.prompt,
-        "params": request.params.to_dict(),
-        "completions": completions,
-    }
+        record.index = part.index
+        completions.append(record)
+    return RequestRecord(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        params=request.params.to_dict(),
+        completions=completions,
+    )
 
 
-def _record_queued(pd: DisaggregatedEngine, part: CompletionPart) -> dict[str, Any]:
+def _record_queued(pd: DisaggregatedEngine, part: CompletionPart) -> CompletionRecord:
     """A part that no engine has."""
     ids, limit = part.prompt_token_ids, pd.config.max_model_len
     state = RequestState(
-        part.id, ids, part.params.to_dict(), part.seed, metrics={"arrival_time": part.arrival_time}
+        request_id=part.id,
+        prompt_token_ids=ids,
+        params=part.params.to_dict(),
+        seed=part.seed,
+        logprobs=None if part.params.logprobs is None else [],
+        prompt_logprobs=None if part.params.prompt_logprobs is None else [None],
+        metrics=RequestMetrics(part.arrival_time),
     )
-    if part.params.logprobs is not None:
-        state.logprobs = []
-    if part.params.prompt_logprobs is not None:
-        state.prompt_logprobs = [None]
     want = limit if part.params.max_tokens is None else part.params.max_tokens
-    place = {
-        "rank": 0,
-        "order": [2, 1 << 30],
-        "decoding": False,
-        "num_cached": 0,
-        "rows": [],
-        "state_row": None,
-    }
-    place["max_len"] = max(len(ids) + 1, min(len(ids) + want, limit))
-    return {"state": state.to_dict(), "finish_reason": None, "stop_reason": None, "place": place}
+    longest = max(len(ids) + 1, min(len(ids) + want, limit))
+    place = Place(order=(2, 1 << 30), max_len=longest)
+    return CompletionRecord(index=part.index, state=state, place=place)
 
 
 def _record_done(
     pd: DisaggregatedEngine, part: CompletionPart, output: RequestOutput
-) -> dict[str, Any]:
+) -> CompletionRecord:
     """A part whose final output has been merged already."""
     (o,) = output.outputs
+    detokenizer = pd.admission.new_detokenizer(part.prompt_token_ids, part.params)
+    text = {"text": o.text, "taken": len(o.text), "finished": True}
     state = RequestState(
-        part.id, part.prompt_token_ids, part.params.to_dict(), part.seed, list(o.token_ids)
+        request_id=part.id,
+        prompt_token_ids=part.prompt_token_ids,
+        params=part.params.to_dict(),
+        seed=part.seed,
+        output_token_ids=list(o.token_ids),
+        logprobs=None if o.logprobs is None else [logprob_entries(e) for e in o.logprobs],
+        cumulative_logprob=o.cumulative_logprob or 0.0,
+        detokenizer=None if detokenizer is None else detokenizer.state_dict() | text,
+        consumed=len(o.token_ids),
+        reported=len(o.token_ids),
+        metrics=records.record_output(output).metrics,
     )
-    state.metrics = snapshot_state.record_output(output)["metrics"]
-    state.logprobs = None if o.logprobs is None else [logprob_entries(e) for e in o.logprobs]
-    state.cumulative_logprob = o.cumulative_logprob or 0.0
-    state.consumed = state.reported = len(o.token_ids)
-    detokenizer = new_detokenizer(pd, part.prompt_token_ids, part.params)
-    if detokenizer is not None:
-        state.detokenizer = detokenizer.state_dict() | {
-            "text": o.text,
-            "taken": len(o.text),
-            "finished": True,
-        }
-    return {
-        "state": state.to_dict(),
-        "finish_reason": o.finish_reason,
-        "stop_reason": o.stop_reason,
-        "place": None,
-    }
+    return CompletionRecord(
+        index=part.index, state=state, finish_reason=o.finish_reason, stop_reason=o.stop_reason
+    )
 
 
 # ---- back ----------------------------------------------------------------------------------------
 
 
 def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None) -> list[str]:
-    """See `LLMEngine.restore`. Besides, ValueError for a request that has streamed tokens and lost
-    its KV: they would come again."""
+    """See `snapshot.restore.restore`. Besides, ValueError for a request that has streamed tokens
+    and lost its KV: they would come again."""
     if jax.process_count() > 1:
         raise ValueError("a snapshot covers one process")
-    loaded = snapshot_files.load(folder, step)
-    engine = pd.completion_engines[0]
-    snapshot_state.check_layout(
-        loaded.meta["layout"], snapshot_state.layout(engine), f"snapshot {folder}"
-    )
+    loaded = files.load(folder, step)
+    requests = loaded.record.requests
+    identity = pd.completion_engines[0].kv_identity()
+    loaded.record.check_identity(identity, f"snapshot {folder}")
     with pd._lock:
-        taken = [r["request_id"] for r in loaded.meta["requests"] if pd.is_active(r["request_id"])]
+        taken = [r.request_id for r in requests if pd.is_active(r.request_id)]
         if taken:
             raise ValueError(f"requests {taken} of the snapshot are already running here")
-        for record in loaded.meta["requests"]:
+        for record in requests:
             _check(record)
-        moved: dict[str, list[dict[str, Any]]] = {}
+        moved: dict[str, list[RequestRecord]] = {}
         try:
-            for record in loaded.meta["requests"]:
+            for record in requests:
                 _adopt(pd, record, moved)
         except ValueError:
-            for record in loaded.meta["requests"]:
-                _forget(pd, record["request_id"])
+            for record in requests:
+                _forget(pd, record.request_id)
             raise
-        for output in loaded.meta["outputs"]:
-            pd._outputs.put(snapshot_state.load_output(output))
+        for output in loaded.record.outputs:
+            pd._outputs.put(output)
         pd._dispatch()
-    for (
-        name,
-        records,
-    ) in moved.items():  # without the lock: an engine may be waiting for it to report an output
-        meta = loaded.meta | {"requests": records, "outputs": [], "prefix": []}
+    # without the lock: an engine may be waiting for it to report an output
+    for name, mine in moved.items():
+        part = msgspec.structs.replace(loaded.record, requests=mine, outputs=[], prefix=[])
         target = pd.workers[name].engine
-        target.at_step_boundary(
-            lambda e=target, m=meta: snapshot_resume.put(
-                e, snapshot_files.Snapshot(m, loaded.arrays)
-            )
-        )
+        snapshot = files.Snapshot(part, loaded.arrays)
+        target.boundary.run(partial(snapshot_restore.put, target, snapshot))
         pd.workers[name].wake()
-    return [r["request_id"] for r in loaded.meta["requests"]]
+    return [r.request_id for r in requests]
 
 
-def _check(record: dict[str, Any]) -> None:
-    for c in record["completions"]:
-        if c["place"] is not None and not c["place"]["decoding"]:
+def _check(record: RequestRecord) -> None:
+    for c in record.completions:
+        if c.place is not None and not c.place.decoding:
             _refuse_streamed(record, c, "it has no KV")
 
 
-def _refuse_streamed(record: dict[str, Any], completion: dict[str, Any], why: str) -> None:
+def _refuse_streamed(record: RequestRecord, completion: CompletionRecord, why: str) -> None:
     """ValueError for a completion that would have to be prefilled again although its caller was
     given tokens one by one."""
-    if (
-        completion["state"]["reported"]
-        and record["params"]["output_kind"] == RequestOutputKind.DELTA.name
-    ):
+    if completion.state.reported and record.params["output_kind"] == RequestOutputKind.DELTA.name:
         raise ValueError(
-            f"request {record['request_id']!r} has streamed tokens and {why}: a PROMPT engine would"
+            f"request {record.request_id!r} has streamed tokens and {why}: a PROMPT engine would"
             " send them again"
         )
 
 
 def _adopt(
-    pd: DisaggregatedEngine, record: dict[str, Any], moved: dict[str, list[dict[str, Any]]]
+    pd: DisaggregatedEngine, record: RequestRecord, moved: dict[str, list[RequestRecord]]
 ) -> None:
-    first = record["completions"][0]["state"]
     request = FannedOutRequest(
-        record["request_id"],
-        record["prompt"],
-        first["prompt_token_ids"],
-        SamplingParams.from_dict(record["params"]),
+        record.request_id,
+        record.prompt,
+        record.completions[0].state.prompt_token_ids,
+        SamplingParams.from_dict(record.params),
     )
     request.unique_id = unique_id(request.request_id)
     pd._requests[request.request_id] = request
-    loaded = snapshot_state.load_request(pd.completion_engines[0], record)
-    for c, values in zip(loaded.completions, record["completions"], strict=True):
+    loaded = records.load_request(pd.completion_engines[0], record)
+    for c, saved in zip(loaded.completions, record.completions, strict=True):
         part = CompletionPart(request, c.index, c.params, c.seed, loaded.metrics.arrival_time)
         request.parts.append(part)
-        if values["place"] is None:
+        if saved.place is None:
             delta = c.params.output_kind is RequestOutputKind.DELTA
-            output = RequestOutput(
-                part.id,
-                None,
-                request.prompt_token_ids,
-                None,
-                [c.output(delta)],
-                True,
-                loaded.metrics,
-            )
+            ids, metrics = request.prompt_token_ids, loaded.metrics
+            output = RequestOutput(part.id, None, ids, None, [c.output(delta)], True, metrics)
             part.last = request.done[part.index] = output
             continue
         pd._parts[part.id] = part
-        max_tokens = values["place"]["max_len"] - len(part.prompt_token_ids)
-        if not values["place"]["decoding"]:
-            pd.router.add(part.id, part.prompt_token_ids, max_tokens)
-            continue
+        attempt = _route(pd, record, saved, part)
+        if attempt is not None:
+            part.answering = f"{attempt.attempt_id}/0"
+            renamed = msgspec.structs.replace(saved, index=0)
+            moved.setdefault(attempt.engine, []).append(
+                RequestRecord(
+                    request_id=part.answering,
+                    prompt=None,
+                    params=saved.state.params,
+                    completions=[renamed],
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    attempt_id: str
+    engine: str  # the completion engine that goes on with it
+
+
+def _route(
+    pd: DisaggregatedEngine, record: RequestRecord, saved: CompletionRecord, part: CompletionPart
+) -> _Resumed | None:
+    """Gives a part to the router: to a completion engine that goes on with its KV, or, None, to be
+    prefilled again."""
+    max_tokens = saved.place.max_len - len(part.prompt_token_ids)
+    if saved.place.decoding:
         resumed = pd.router.resume(part.id, part.prompt_token_ids, max_tokens)
-        if resumed is None:
-            _refuse_streamed(record, values, "no completion engine has room for it")
-            pd.router.add(part.id, part.prompt_token_ids, max_tokens)
-            continue
-        attempt, name = resumed
-        part.answering = f"{attempt}/0"
-        renamed = {
-            "request_id": part.answering,
-            "prompt": None,
-            "params": values["state"]["params"],
-        }
-        moved.setdefault(name, []).append(renamed | {"completions": [values | {"index": 0}]})
+        if resumed is not None:
+            return _Resumed(*resumed)
+        _refuse_streamed(record, saved, "no completion engine has room for it")
+    pd.router.add(part.id, part.prompt_token_ids, max_tokens)
+    return None
 
 
 def _forget(pd: DisaggregatedEngine, request_id: str) -> None:

@@ -3,6 +3,7 @@ prefill/decode disaggregation attaches."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -15,14 +16,20 @@ import numpy as np
 
 from deepinfer_jax import kernels_pallas
 from deepinfer_jax.config import EngineArgs, EngineConfig
-from deepinfer_jax.engine.admission import PromptInput, build_request, check_request
-from deepinfer_jax.engine.output_processor import EngineResultsMixin
-from deepinfer_jax.engine.requests import Completion, Request, fill_sampling_row
+from deepinfer_jax.engine.admission import Admission, PromptInput, RequestLimits
+from deepinfer_jax.engine.kv_identity import KVIdentity, model_fingerprint
+from deepinfer_jax.engine.live_requests import LiveRequests
+from deepinfer_jax.engine.output_processor import OutputProcessor
+from deepinfer_jax.engine.prefix_store import PrefixStore
+from deepinfer_jax.engine.requests import Request, fill_sampling_row
+from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.engine.stats.metrics import EngineStats, StepRecord
 from deepinfer_jax.engine.stats.profiling import StepProfiler
 from deepinfer_jax.engine.stats.prometheus import MetricsServer
-from deepinfer_jax.engine.step_boundary import EngineStateMixin
+from deepinfer_jax.engine.step_boundary import StepBoundary
+from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.models.loading import LoadedModel
+from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.runner.mesh import make_mesh
@@ -33,17 +40,26 @@ from deepinfer_jax.scheduler.group import DPGroup, LocalDPGroup, SchedulerGroup
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
+from deepinfer_jax.text.tokenizer import load_model_tokenizer
 
 logger = logging.getLogger(__name__)
 
+LOADING_POLL = 0.002
+"""Seconds an idle step waits for a prefix on its way from the KV store."""
 
-class LLMEngine(EngineResultsMixin, EngineStateMixin):
+
+class LLMEngine:
     """Takes requests, steps, returns outputs. Thread-safe: calls from several threads are
     serialised.
 
     A subclass may override the hooks (see "hooks" below); their order is the contract of
     disaggregation.
     """
+
+    mover: BlockMover | None = None
+    """Copies blocks out of the pools and into them; made when something needs it."""
+    prefix_store: PrefixStore | None = None
+    """The engine's side of its KV store; None without one."""
 
     def __init__(
         self,
@@ -61,57 +77,69 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
             use_compilation_cache()
         source = ModelSource.find(args)
         self.args = args
-        self.init_state()
         self.config = EngineConfig.resolve(args, source.config)
         self.model_config, self.model_class = source.config, source.model_class
         self.mesh = make_mesh(self.config.axes, devices)
-        self.tokenizer, self.eos_token_ids = source.load_tokenizer(args)
         self.policy = self.config.policy
         self.name = self.policy.engine_name(self.mesh.devices.flat[0].id)
+        self.lock = threading.RLock()
         with compile_watch().expected():
             agree = (dp_group or LocalDPGroup(1)).agree_min
-            self.runner = ModelRunner(
-                self.config, weights or source.load(self.config, self.mesh), self.mesh, agree
-            )
+            loaded = weights or source.load(self.config, self.mesh)
+            self.runner = ModelRunner(self.config, loaded, self.mesh, agree)
+            self._build_schedulers(dp_group)
             if self.policy.splits_prefill_decode:
                 self.init_pd_split()
-            self.init_kv()
+            self._open_prefix_store()
             self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
         if args.warm_up:
             logger.info("%s: kernels chosen:\n%s", self.name, kernels_pallas.explain())
-        ranks = self.runner.placement.local_ranks
-        self.dp_group = dp_group or LocalDPGroup(len(ranks))
-        programs = self.runner.programs
+        self._build_request_side(source)
+
+    def _build_schedulers(self, dp_group: DPGroup | None) -> None:
+        programs, ranks = self.runner.programs, len(self.runner.placement.local_ranks)
         state_slots = programs.num_state_slots if programs.has_state_caches else 0
         scheduler_config = self.config.scheduler_config(self.runner.num_blocks, state_slots)
-        self.schedulers = [Scheduler(scheduler_config) for _ in ranks]
+        self.schedulers = [Scheduler(scheduler_config) for _ in range(ranks)]
+        self.dp_group = dp_group or LocalDPGroup(ranks)
         self.group = SchedulerGroup(self.schedulers, self.dp_group)
-        self.stats_log = EngineStats(self)
-        self.profiler = StepProfiler()
-        self.metrics_server = (
-            None
-            if args.metrics_port is None
-            else MetricsServer(self, args.metrics_host, args.metrics_port)
+        spans_processes = ranks < self.config.axes.dp
+        self.boundary = StepBoundary(self.lock, self.dp_group, ranks, spans_processes)
+
+    def _open_prefix_store(self) -> None:
+        if self.config.uses_kv_store:
+            mover, identity = self.ensure_mover(), self.kv_identity()
+            self.prefix_store = PrefixStore.open(self.args, self.schedulers, mover, identity)
+
+    def _build_request_side(self, source: ModelSource) -> None:
+        args = self.args
+        own = args.tokenizer == args.model
+        tokenizer_folder = source.folder if own else resolve_model_path(args.tokenizer)
+        self.tokenizer, eos = load_model_tokenizer(source.folder, tokenizer_folder)
+        self.eos_token_ids, self.seeds = eos, SeedSource(args.seed)
+        limits = RequestLimits.of(self.config, self.model_config.vocab_size)
+        self.admission = Admission(
+            limits, self.tokenizer, eos, self.seeds, choose_rank=self.least_loaded_rank
         )
-        self._requests: dict[str, Request] = {}
-        self._completions: dict[str, Completion] = {}  # by sequence id
-        self._ranks: dict[str, int] = {}  # by sequence id, until its blocks are free
-        self._processed: list[
-            Completion
-        ] = []  # PROMPT: prefilled since the last send_processed_prompts
+        self.live = LiveRequests()
+        self.stats_log = EngineStats(self)
+        self.results = OutputProcessor(
+            self.live,
+            self.schedulers,
+            self.stats_log,
+            self.tokenizer,
+            self.prefix_store,
+            keeps_prefilled=not self.policy.does_decode,
+        )
+        self.profiler = StepProfiler()
+        self.metrics_server: MetricsServer | None = None
+        if args.metrics_port is not None:
+            self.metrics_server = MetricsServer(self, args.metrics_host, args.metrics_port)
         self._dropped: list[Sequence] = []  # PROMPT: ended by other means, blocks still held
-        self._watch = [
-            np.zeros(self.config.max_num_seqs, bool) for _ in ranks
-        ]  # slots whose every token is looked at
         self._pending: InFlight | None = None
-        self.did_work = False  # the last step computed or processed something
         self._last_ready = 0.0  # when a result was last seen to be there
-        self._ended: list[Request] = []  # requests that ended outside a step (aborts)
-        self._seeds = np.random.default_rng(args.seed)
-        self._lock = threading.RLock()
         self._counter = itertools.count()
-        if args.snapshot_on_sigterm is not None:
-            self.snapshot_on_sigterm(args.snapshot_on_sigterm)
+        self.did_work = False  # the last step computed or processed something
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, **kwargs: Any) -> LLMEngine:
@@ -135,7 +163,7 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         finish_reason "prompt_length_exceeded". enqueue=False only registers it (a completion engine
         queues it when its KV has arrived).
         """
-        with self._lock:
+        with self.lock:
             request_id = str(next(self._counter)) if request_id is None else request_id
             params = params or SamplingParams()
             if enqueue and not self.policy.does_prefill:
@@ -143,15 +171,23 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
                     f"request {request_id!r}: a {self.config.role.name} engine takes requests by"
                     " hand-over only"
                 )
-            check_request(self, request_id, params)
-            request = build_request(self, request_id, prompt, params, arrival_time)
-            self._requests[request_id] = request
-            for completion in request.completions:
-                self._completions[completion.seq.request_id] = completion
-                self._ranks[completion.seq.request_id] = completion.rank
-                if enqueue:
-                    self._enqueue(completion)
+            self.admission.check(request_id, params, self.live)
+            request = self.admission.build(request_id, prompt, params, arrival_time)
+            self.live.add(request)
+            if enqueue:
+                self._enqueue(request)
             return request
+
+    def _enqueue(self, request: Request) -> None:
+        for c in request.completions:
+            if self.prefix_store is None:
+                self.schedulers[c.rank].add_request(c.seq)
+            else:
+                self.prefix_store.enqueue(c)
+
+    def adopt_request(self, request: Request) -> None:
+        """Takes over a restored request, whose sequences are queued already."""
+        self.live.add(request)
 
     def least_loaded_rank(self) -> int:
         """The local DP rank for the next sequence: fewest queued and running sequences, then fewest
@@ -162,78 +198,80 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         ]
         return min(loads)[2]
 
-    def draw_seed(self) -> int:
-        return int(self._seeds.integers(0, 2**64, dtype=np.uint64))
-
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
         """Ends requests with finish_reason "abort"; returns the ids that were alive. Unknown and
         finished ids are no error."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with self._lock:
-            alive = [i for i in ids if i in self._requests]
-            for request in (self._requests[i] for i in alive):
+        with self.lock:
+            alive = [i for i in ids if i in self.live]
+            for request in (self.live.requests[i] for i in alive):
                 for c in request.completions:
                     if not c.finished:
                         self.schedulers[c.rank].abort(c.seq.request_id)
-                        self._end(c)
-                self._ended.append(request)
+                    self.results.end(c)
             return alive
 
     def has_unfinished_requests(self) -> bool:
         """True while a step would change anything: requests, ended sequences to free, results to
         read."""
-        if (
-            self._ended
-            or self._undelivered
-            or self._common
-            or self._pending is not None
-            or (self.kv is not None and self.kv.loading)
-        ):
+        loading = self.prefix_store is not None and self.prefix_store.loading
+        if loading or self._pending is not None:
+            return True
+        if self.results.has_ended or self.boundary.needs_step:
             return True
         return any(s.has_unfinished() for s in self.schedulers)
 
     def is_active(self, request_id: str) -> bool:
         """Whether a request with this id has been added and has not ended."""
-        return request_id in self._requests
+        return request_id in self.live
 
     @property
     def num_unfinished_requests(self) -> int:
-        return sum(not r.finished for r in self._requests.values())
+        return sum(not r.finished for r in self.live.requests.values())
 
     # ---- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Schedules and enqueues one step, then processes its results (with zero-overhead
         scheduling: the previous step's)."""
-        with self._lock:
-            self._before_step()
-            self._stepping = True
-            if self.kv is not None:
-                self._take_loaded()
+        with self.lock:
+            self.boundary.begin_step()
+            if self.prefix_store is not None:
+                self._queue_loaded(self.prefix_store)
             start = time.perf_counter()
             substeps = self._schedule()
             in_flight = self._dispatch(substeps)
             self.pre_sampler_sync(substeps)
             record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
-            if (
-                in_flight is not None
-                and self._last_ready
-                and (self._pending is None or self._pending.ready())
-            ):
-                record.device_idle = in_flight.dispatched - self._last_ready
-            done, self._pending = (
-                (self._pending, in_flight) if self.config.zos else (in_flight, None)
-            )
-            results = self._take_undelivered() + self.post_process(done, record)
+            done = self._take_turn(in_flight, record)
+            outputs = self.boundary.take_undelivered() + self.post_process(done, record)
             if not self.policy.does_decode:
                 self.send_processed_prompts()
-            results += self._outputs_outside_steps(substeps)
+            outputs += self._deliver(self.results.take_ended(substeps))
             self.stats_log.record(record)
             self.did_work = in_flight is not None or done is not None
             if self.profiler.active:
                 self.profiler.after_step()
-            self._stepping = False
-            return results
+            self.boundary.end_step()
+            return outputs
+
+    def _queue_loaded(self, store: PrefixStore) -> None:
+        """Queues sequences whose stored prefix has arrived. With nothing else to do, waits a moment
+        for one."""
+        idle = self._pending is None and not any(s.has_unfinished() for s in self.schedulers)
+        for seq in store.queue_loaded(LOADING_POLL if idle else 0.0):
+            self.release_seq(seq)
+
+    def _take_turn(self, dispatched: InFlight | None, record: StepRecord) -> InFlight | None:
+        """The step whose results are due: with zero-overhead scheduling the one before, while
+        `dispatched` runs."""
+        before = self._pending
+        if dispatched is not None and self._last_ready and (before is None or before.ready()):
+            record.device_idle = dispatched.dispatched - self._last_ready
+        if not self.config.zos:
+            return dispatched
+        self._pending = dispatched
+        return before
 
     def _schedule(self) -> list[list[SchedulerOutputs]]:
         """One step's outputs per local rank; several steps' (num_decode_steps) while nothing but
@@ -258,7 +296,7 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
                 "zero_states", [[(0, slot) for slot in o.zero_states] for o in outputs]
             )
         self.post_schedule(outputs)
-        if self._copies_state and outputs[0].step_type is StepType.DECODE:
+        if self.copies_state and outputs[0].step_type is StepType.DECODE:
             copying = [seq for o in outputs for seq in o.seqs if self.should_copy_state(seq)]
             if copying:
                 self.do_copy_state(copying)
@@ -293,21 +331,20 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
             if seqs:
                 self.stats_log.admitted(rank, [seq.slot for seq in seqs], time.time())
             for seq in seqs:
-                c = self._completions[seq.request_id]
-                self._watch[rank][seq.slot] = c.needs_every_step()
-                if c.params.has_penalties:
+                self.results.admitted(rank, seq)
+                if self.live.of(seq).params.has_penalties:
                     self.runner.fill_counts(rank, seq)
 
     def _fill_row(self, seq: Sequence, view: dict[str, np.ndarray], row: int) -> None:
-        fill_sampling_row(self._completions[seq.request_id], view, row, seq.eos_token_ids)
+        fill_sampling_row(self.live.of(seq), view, row, seq.eos_token_ids)
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
-        c = self._completions[seq.request_id]
+        c = self.live.of(seq)
         return c.index == 0 and c.params.prompt_logprobs is not None
 
     def pre_sampler_sync(self, substeps: list[list[SchedulerOutputs]]) -> None:
         """Runs after the sampler is enqueued and before its result is waited for."""
-        scheduled = [seq for o in substeps[0] for seq in o.seqs] if self._reads_scheduled else []
+        scheduled = [seq for o in substeps[0] for seq in o.seqs] if self.reads_scheduled else []
         finished = [seq for outputs in substeps for o in outputs for seq in o.finished]
         if substeps[0][0].step_type is StepType.PREFILL:
             self.pe_prepare_save_kvcache(scheduled, finished)
@@ -329,29 +366,30 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         results = done.wait()
         self._last_ready = time.perf_counter()
         if record is not None:
-            record.device_wait = time.perf_counter() - wait_start
-        now = time.time()
-        touched: dict[str, Request] = {}
+            record.device_wait = self._last_ready - wait_start
         if done.is_prefill:
-            outputs = done.substeps[0]
-            scheduled = [seq for o in outputs for seq in o.seqs]
+            scheduled = [seq for o in done.substeps[0] for seq in o.seqs]
             self.pe_do_save_kvcache(scheduled, [seq for seq in scheduled if seq.is_finished])
-            self._take_prompt_logprobs(done)
-            for rank, (o, rows) in enumerate(zip(outputs, results[0], strict=True)):
-                self._process_prefill(rank, o, rows, now, touched)
-        else:
-            for outputs, step_results in zip(done.substeps, results, strict=True):
-                for rank, (o, rows) in enumerate(zip(outputs, step_results, strict=True)):
-                    self._process_decode(rank, o, rows, now, touched)
-        return [
-            self.process_output(self._request_output(r)) for r in touched.values() if self._due(r)
-        ]
+        return self._deliver(self.results.process(done, results, time.time()))
+
+    def _deliver(self, requests: list[Request]) -> list[RequestOutput]:
+        outputs = []
+        for request in requests:
+            if request.finished:
+                self.forget_request(request)
+            outputs.append(self.process_output(request.output()))
+        return outputs
+
+    def forget_request(self, request: Request) -> None:
+        """A request's last output is about to be returned."""
+        self.live.forget(request)
+        self.stats_log.finished(request)
 
     # ---- hooks: names, order and meaning of the reference ----------------------------------------
 
-    _copies_state = False
+    copies_state = False
     """Set by a subclass that overrides should_copy_state: otherwise no step asks."""
-    _reads_scheduled = False
+    reads_scheduled = False
     """Set by a subclass whose hooks look at the scheduled sequences: otherwise a decode step need
     not list them."""
 
@@ -388,12 +426,10 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
     def send_processed_prompts(self) -> None:
         """PROMPT: hand prefilled requests on and drop them. Here nobody takes them: each ends with
         its first token."""
-        processed, self._processed = self._processed, []
-        for c in processed:
+        for c in self.results.take_prefilled():
             if not c.seq.is_finished:
                 self.schedulers[c.rank].finish(c.seq, SequenceStatus.FINISHED_LENGTH, "length")
-                self._end(c)
-                self._ended.append(c.request)
+                self.results.end(c)
         self.drop_finished_prompts()
 
     def drop_finished_prompts(self) -> None:
@@ -403,19 +439,50 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         for seq in dropped:
             self.release_seq(seq)
 
-    def release_seq(self, seq: Sequence) -> None:
-        """Gives a finished sequence's slot and blocks back to its rank."""
-        self.schedulers[self._ranks.pop(seq.request_id)].free_seq(seq)
-
     def process_output(self, output: RequestOutput) -> RequestOutput:
         """Last look at every output before the caller gets it."""
         return output
 
+    # ---- blocks ----------------------------------------------------------------------------------
+
+    def release_seq(self, seq: Sequence) -> None:
+        """Gives a finished sequence's slot and blocks back to its rank."""
+        rank = self.live.rank_of(seq)
+        self.live.drop_rank(seq)
+        self.schedulers[rank].free_seq(seq)
+
+    def save_tails(self, finished: list[Sequence]) -> None:
+        """Saves the KV of ended sequences, whose blocks are still theirs: their conversation's next
+        turn starts from it."""
+        if self.prefix_store is not None and self.policy.does_decode:
+            for seq in finished:
+                self.prefix_store.save(seq, self.live.rank_of(seq))
+
+    def ensure_mover(self) -> BlockMover:
+        """The engine's BlockMover. Made here unless the role or the KV store has made it: then its
+        programs are compiled now if warm-up is over."""
+        if self.mover is None:
+            self.mover = BlockMover(self.runner)
+            if self.runner.programs.warm:
+                self.runner.compile_missing()
+        return self.mover
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal checkpoints."""
+        return model_fingerprint(resolve_model_path(self.args.model))
+
+    def kv_identity(self) -> KVIdentity:
+        """What must be equal for KV to be exchanged with this engine."""
+        return KVIdentity.of(self.fingerprint, self.config, self.ensure_mover())
+
     # ---- the rest --------------------------------------------------------------------------------
 
-    def rank_of(self, seq: Sequence) -> int:
-        """Index of the local rank that owns a sequence."""
-        return self._ranks[seq.request_id]
+    def drain(self) -> None:
+        """Reads the step in flight, if any; its outputs are returned by the next step()."""
+        done, self._pending = self._pending, None
+        self.boundary.undelivered += self.post_process(done)
+        self.boundary.undelivered += self._deliver(self.results.take_ended())
 
     def stats(self) -> dict[str, Any]:
         """Counters and recent step records, as plain values."""
@@ -445,8 +512,8 @@ class LLMEngine(EngineResultsMixin, EngineStateMixin):
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        if self.kv is not None:
-            self.kv.close()
+        if self.prefix_store is not None:
+            self.prefix_store.close()
         self.profiler.stop()
         if self.metrics_server is not None:
             self.metrics_server.close()

@@ -1,25 +1,102 @@
-"""From a step's tokens to request outputs: what has ended, what is owed to whom. Part
-of LLMEngine."""
+"""From a step's tokens to requests that have something to report: what has ended, what is new."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from deepinfer_jax.engine.live_requests import LiveRequests
+from deepinfer_jax.engine.prefix_store import PrefixStore
 from deepinfer_jax.engine.requests import Completion, Request
-from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.engine.stats.metrics import EngineStats
 from deepinfer_jax.runner.decode_state import ResultRows
 from deepinfer_jax.runner.model_runner import InFlight
-from deepinfer_jax.scheduler.outputs import SchedulerOutputs
+from deepinfer_jax.scheduler.outputs import Processed, SchedulerOutputs
+from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
+from deepinfer_jax.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("deepinfer_jax.engine.llm_engine")
+logger = logging.getLogger(__name__)
 
 
-class EngineResultsMixin:
-    """Part of LLMEngine; its state is declared there."""
+class OutputProcessor:
+    """Commits sampled tokens to the schedulers and to the completions they belong to.
+
+    keeps_prefilled: the engine does not decode, prefilled completions wait to be handed over.
+    """
+
+    def __init__(
+        self,
+        live: LiveRequests,
+        schedulers: Seq[Scheduler],
+        stats: EngineStats,
+        tokenizer: Tokenizer | None,
+        prefix_store: PrefixStore | None,
+        keeps_prefilled: bool,
+    ) -> None:
+        self._live, self._schedulers, self._stats = live, schedulers, stats
+        self._tokenizer, self._prefix_store = tokenizer, prefix_store
+        self._keeps_prefilled = keeps_prefilled
+        self._prefilled: list[Completion] = []
+        self._ended: list[Request] = []
+        self._watched = [np.zeros(s.config.max_num_seqs, bool) for s in schedulers]
+        """Per rank, slots whose every token is looked at."""
+
+    # ---- what the engine tells and takes ---------------------------------------------------------
+
+    def admitted(self, rank: int, seq: Sequence) -> None:
+        """A sequence has got a slot."""
+        self._watched[rank][seq.slot] = self._live.of(seq).needs_every_step()
+
+    def end(self, c: Completion) -> None:
+        """Ends a completion outside a step's tokens; its request is reported by the next step."""
+        c.end()
+        self._ended.append(c.request)
+
+    def take_prefilled(self) -> list[Completion]:
+        """Completions that got their first token since the last call."""
+        prefilled, self._prefilled = self._prefilled, []
+        return prefilled
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
+
+    def take_ended(self, substeps: Seq[Seq[SchedulerOutputs]] = ()) -> list[Request]:
+        """Live requests that ended without a token: refused, aborted, failed, or stopped by
+        preemption in these scheduler outputs."""
+        outputs = [o for step in substeps for o in step]
+        for seq in (s for o in outputs for s in o.ignored):
+            self._live.drop_rank(seq)  # the scheduler has released it already
+        for seq in (s for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished):
+            c = self._live.find(seq)
+            if c is not None:
+                c.consume()
+                self.end(c)
+        ended, self._ended = self._ended, []
+        unique = {r.request_id: r for r in ended if r.finished and r.request_id in self._live}
+        return list(unique.values())
+
+    # ---- a step's results ------------------------------------------------------------------------
+
+    def process(self, done: InFlight, results: list[list[ResultRows]], now: float) -> list[Request]:
+        """Takes the tokens of a step (`InFlight.wait`). Returns the requests that owe their caller
+        an output. now: seconds of time.time()."""
+        touched: dict[str, Request] = {}
+        if done.is_prefill:
+            self._take_prompt_logprobs(done)
+        for outputs, step_results in zip(done.substeps, results, strict=True):
+            for rank, (o, rows) in enumerate(zip(outputs, step_results, strict=True)):
+                if done.is_prefill:
+                    self._process_prefill(rank, o, rows, now, touched)
+                else:
+                    self._process_decode(rank, o, rows, now, touched)
+        return [
+            r for r in touched.values() if r.request_id in self._live and (r.finished or r.streams)
+        ]
 
     def _process_prefill(
         self,
@@ -34,29 +111,19 @@ class EngineResultsMixin:
         for i, item in enumerate(o.prefill):
             if item.is_last:
                 tokens[i] = rows.tokens[row_of[i]]
-        self._fail_rows(rank, o.seqs, tokens)
-        processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(len(tokens), np.int32))
-        self.stats_log.first_tokens(
-            rank,
-            [item.seq.slot for i, item in enumerate(o.prefill) if processed.num_accepted[i]],
-            now,
-        )
+        accepted = self._commit(rank, o, tokens).num_accepted
+        sampled = [item.seq.slot for i, item in enumerate(o.prefill) if accepted[i]]
+        self._stats.first_tokens(rank, sampled, now)
         for i, item in enumerate(o.prefill):
-            c = self._completions.get(item.seq.request_id)
+            c = self._live.find(item.seq)
             if c is None:
                 continue
-            metrics = c.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-                metrics.time_in_queue = now - metrics.arrival_time
-            if processed.num_accepted[i]:
-                if metrics.first_token_time is None:
-                    metrics.first_token_time = now
-                    self.stats_log.first_token(now - metrics.arrival_time)
-                if not self.policy.does_decode:
-                    self._processed.append(c)
-                if self.kv is not None:
-                    self.kv.save(c.seq, rank)
+            self._note_start(c, now, first_token=bool(accepted[i]))
+            if accepted[i]:
+                if self._keeps_prefilled:
+                    self._prefilled.append(c)
+                if self._prefix_store is not None:
+                    self._prefix_store.save(c.seq, rank)
                 self._take_tokens(c, rows, row_of[i], now, touched)
 
     def _process_decode(
@@ -68,24 +135,52 @@ class EngineResultsMixin:
         touched: dict[str, Request],
     ) -> None:
         count = len(o.slots)
-        tokens = rows.tokens[:count, None]
-        if count and tokens.min() < 0:
-            self._fail_rows(rank, o.seqs, tokens)
-        processed = self.schedulers[rank].process_outputs(o, tokens, np.ones(count, np.int32))
+        processed = self._commit(rank, o, rows.tokens[:count, None])
         accepted = processed.num_accepted > 0
         if count:
-            self.stats_log.next_tokens(rank, o.slots[accepted], now)
-        watched = np.flatnonzero(self._watch[rank][o.slots] & accepted) if count else ()
+            self._stats.next_tokens(rank, o.slots[accepted], now)
+        watched = np.flatnonzero(self._watched[rank][o.slots] & accepted) if count else ()
         if len(watched):
             seqs = o.seqs
             for row in watched.tolist():
-                c = self._completions.get(seqs[row].request_id)
+                c = self._live.find(seqs[row])
                 if c is not None:
                     self._take_tokens(c, rows, row, now, touched)
         for seq in processed.finished:
-            c = self._completions.get(seq.request_id)
+            c = self._live.find(seq)
             if c is not None and not c.finished:
                 self._take_tokens(c, rows, -1, now, touched)
+
+    def _commit(self, rank: int, o: SchedulerOutputs, tokens: np.ndarray) -> Processed:
+        """Gives the scheduler one token per row, i32 [rows, 1]. Rows whose logits held NaN or
+        infinity carry the error token: their requests end, the others go on."""
+        if tokens.size and tokens.min() < 0:
+            seqs = o.seqs
+            for row in np.flatnonzero(tokens[:, 0] < 0).tolist():
+                self._fail(rank, seqs[row])
+        return self._schedulers[rank].process_outputs(o, tokens, np.ones(len(tokens), np.int32))
+
+    def _fail(self, rank: int, seq: Sequence) -> None:
+        if seq.is_finished:
+            return
+        logger.error(
+            "%s: request %s: the model produced non-finite logits",
+            self._stats.engine_name,
+            seq.request_id,
+        )
+        self._schedulers[rank].finish(
+            seq, SequenceStatus.FINISHED_ERROR, "error", "non-finite logits"
+        )
+        self.end(self._live.of(seq))
+
+    def _note_start(self, c: Completion, now: float, first_token: bool) -> None:
+        metrics = c.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = now
+            metrics.time_in_queue = now - metrics.arrival_time
+        if first_token and metrics.first_token_time is None:
+            metrics.first_token_time = now
+            self._stats.first_token(now - metrics.arrival_time)
 
     def _take_tokens(
         self, c: Completion, rows: ResultRows, row: int, now: float, touched: dict[str, Request]
@@ -93,7 +188,7 @@ class EngineResultsMixin:
         """Gives a completion's new tokens to its detokenizer, ends it on a stop string, notes its
         request as touched."""
         if c.logprobs is not None and len(c.logprobs) < c.seq.num_output_tokens:
-            c.add_logprobs(rows, row, self.tokenizer)
+            c.add_logprobs(rows, row, self._tokenizer)
         if c.needs_every_step() or c.seq.is_finished:
             stopped = c.consume()
             if stopped and not c.finished and c.seq.finish_reason != "stop":
@@ -103,34 +198,16 @@ class EngineResultsMixin:
         request = c.request
         request.metrics.last_token_time = now
         if c.seq.is_finished:
-            self._end(c)
+            c.end()
         touched[request.request_id] = request
 
     def _stop_on_string(self, c: Completion) -> None:
-        scheduler = self.schedulers[c.rank]
+        reason = c.detokenizer.stop_reason
         if not c.seq.is_finished:
-            scheduler.finish(
-                c.seq, SequenceStatus.FINISHED_STOPPED, "stop", c.detokenizer.stop_reason
-            )
+            scheduler = self._schedulers[c.rank]
+            scheduler.finish(c.seq, SequenceStatus.FINISHED_STOPPED, "stop", reason)
         else:  # the same token also reached max_tokens: the stop string is the more telling reason
-            c.seq.finish_reason, c.seq.stop_reason = "stop", c.detokenizer.stop_reason
-
-    def _fail_rows(self, rank: int, seqs: list[Sequence], tokens: np.ndarray) -> None:
-        """Rows whose logits held NaN or infinity carry the error token: their requests end, the
-        others go on."""
-        for row in np.flatnonzero(tokens[:, 0] < 0).tolist():
-            if not seqs[row].is_finished:
-                logger.error(
-                    "%s: request %s: the model produced non-finite logits",
-                    self.name,
-                    seqs[row].request_id,
-                )
-                self.schedulers[rank].finish(
-                    seqs[row], SequenceStatus.FINISHED_ERROR, "error", "non-finite logits"
-                )
-                c = self._completions[seqs[row].request_id]
-                self._end(c)
-                self._ended.append(c.request)
+            c.seq.finish_reason, c.seq.stop_reason = "stop", reason
 
     def _take_prompt_logprobs(self, done: InFlight) -> None:
         if done.prompt_logprobs is None:
@@ -138,47 +215,7 @@ class EngineResultsMixin:
         for items, rows in zip(done.plp_items, done.wait_prompt_logprobs(), strict=True):
             at = 0
             for seq, position, count in items:
-                c = self._completions.get(seq.request_id)
+                c = self._live.find(seq)
                 if c is not None:
-                    c.request.add_prompt_logprobs(rows, at, position, count, self.tokenizer)
+                    c.request.add_prompt_logprobs(rows, at, position, count, self._tokenizer)
                 at += count
-
-    def _end(self, c: Completion) -> None:
-        if not c.finished:
-            c.finish(c.seq.finish_reason or "abort", c.seq.stop_reason)
-
-    def _due(self, request: Request) -> bool:
-        """Whether this step owes the caller an output of the request."""
-        return request.request_id in self._requests and (request.finished or request.streams)
-
-    def _request_output(self, request: Request) -> RequestOutput:
-        if request.finished:
-            self._forget(request)
-        return request.output()
-
-    def _forget(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
-        for c in request.completions:
-            self._completions.pop(c.seq.request_id, None)
-        self.stats_log.finished(request)
-
-    def _outputs_outside_steps(self, substeps: list[list[SchedulerOutputs]]) -> list[RequestOutput]:
-        """Outputs of requests that ended without a token: refused, aborted, stopped by preemption,
-        failed."""
-        for seq in [s for outputs in substeps for o in outputs for s in o.ignored]:
-            self._ranks.pop(seq.request_id, None)  # the scheduler has released it already
-        for seq in [
-            s
-            for outputs in substeps
-            for o in outputs
-            for s in (*o.ignored, *o.preempted)
-            if s.is_finished
-        ]:
-            c = self._completions.get(seq.request_id)
-            if c is not None:
-                c.consume()
-                self._end(c)
-                self._ended.append(c.request)
-        ended, self._ended = self._ended, []
-        done = {r.request_id: r for r in ended if r.finished and r.request_id in self._requests}
-        return [self.process_output(self._request_output(r)) for r in done.values()]

@@ -13,24 +13,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.engine.kv_identity import KVIdentity
 from deepinfer_jax.engine.requests import Completion
 from deepinfer_jax.kv.block_mover import BlockMover, Payload
 from deepinfer_jax.kv.store import KVStore
 from deepinfer_jax.kv.store_format import chain_keys, root_key
 from deepinfer_jax.kv.tiers import Loaded, Prefix, TieredStore
 from deepinfer_jax.scheduler import resume
+from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
-from deepinfer_jax.snapshot import records as snapshot_state
-from deepinfer_jax.snapshot.copy import row_shapes
-
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +50,24 @@ class PrefixStore:
     """One engine's use of a TieredStore. Calls come from the engine's thread, under its lock; files
     are touched by threads here."""
 
-    def __init__(self, engine: LLMEngine, store: TieredStore, layout: dict[str, Any]) -> None:
-        self.engine, self.store, self.layout = engine, store, layout
-        self.mover: BlockMover = engine.ensure_mover()
-        if "states" in self.mover.kinds:
+    def __init__(
+        self,
+        schedulers: Seq[Scheduler],
+        mover: BlockMover,
+        store: TieredStore,
+        identity: KVIdentity,
+        by_user: bool = False,
+    ) -> None:
+        """by_user: what a user's requests have computed is for that user only. ValueError for a
+        model with per-sequence state."""
+        if "states" in mover.kinds:
             raise ValueError(
                 "a KV store needs a model without per-sequence state caches: a reused prefix has"
                 " blocks but no state"
             )
-        self.block_size = engine.config.block_size
+        self.schedulers, self.mover, self.store = schedulers, mover, store
+        self.layout, self.block_size = identity.to_dict(), identity.block_size
+        self._by_user = by_user
         self.counters: Counter[str] = Counter()
         self.loading = 0
         """Requests whose prefix is on its way."""
@@ -72,26 +80,24 @@ class PrefixStore:
         self._pending_lock = threading.Lock()
 
     @classmethod
-    def for_engine(cls, engine: LLMEngine) -> PrefixStore:
-        """The store that an engine's arguments ask for. ValueError for a model with per-sequence
-        state."""
-        args, layout, mover = engine.args, snapshot_state.layout(engine), engine.ensure_mover()
-        disk = (
-            None
-            if args.kv_store is None
-            else KVStore(args.kv_store, layout, max_bytes=args.kv_store_bytes)
-        )
-        return cls(
-            engine,
-            TieredStore(
-                row_shapes(mover, "blocks"), disk, args.kv_host_bytes, args.kv_store_write == "back"
-            ),
-            layout,
-        )
+    def open(
+        cls,
+        args: EngineArgs,
+        schedulers: Seq[Scheduler],
+        mover: BlockMover,
+        identity: KVIdentity,
+    ) -> PrefixStore:
+        """The store that an engine's arguments ask for."""
+        disk = None
+        if args.kv_store is not None:
+            disk = KVStore(args.kv_store, identity.to_dict(), max_bytes=args.kv_store_bytes)
+        write_back = args.kv_store_write == "back"
+        tiers = TieredStore(mover.row_shapes("blocks"), disk, args.kv_host_bytes, write_back)
+        return cls(schedulers, mover, tiers, identity, args.kv_store_namespace == "user")
 
     def prefix_of(self, seq: Sequence, pages: int, first: int = 0) -> Prefix:
         """Pages first .. pages - 1 of a sequence."""
-        namespace = seq.user_id if self.engine.args.kv_store_namespace == "user" else ""
+        namespace = seq.user_id if self._by_user else ""
         tokens = np.array(seq.token_ids[: pages * self.block_size], np.int32)
         root = root_key(self.layout, namespace, seq.cache_salt)
         keys = [root, *chain_keys(root, tokens, self.block_size)]
@@ -107,26 +113,27 @@ class PrefixStore:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def start_loading(self, c: Completion) -> bool:
-        """Looks for the rest of a new sequence's prefix in the background; False if there is no use
-        in it: queue it now."""
-        seq, s = c.seq, self.engine.schedulers[c.rank]
-        pages = (seq.num_tokens - 1) // self.block_size
-        if (
-            seq.skip_prefix_cache
-            or seq.image_spans
-            or not pages
-            or seq.num_tokens > s.config.prompt_limit
-        ):
-            return False
-        known = s.prefix.find(seq).blocks.size
-        self.counters["device_hits"] += known
+    def enqueue(self, c: Completion) -> None:
+        """Queues a new sequence, at once or when the rest of its prefix has been looked for."""
+        seq, s = c.seq, self.schedulers[c.rank]
+        pages, known = self._pages_known(seq, s)
         if known == pages:
-            return False
+            s.add_request(seq)
+            return
         s.add_request(seq, enqueue=False)
         self.loading += 1
         self._loader.submit(self._load, _Load(c, self.prefix_of(seq, pages, known)))
-        return True
+
+    def _pages_known(self, seq: Sequence, s: Scheduler) -> tuple[int, int]:
+        """(whole pages of a prompt, how many of them the device has); equal where looking for the
+        rest is of no use."""
+        pages = (seq.num_tokens - 1) // self.block_size
+        too_long = seq.num_tokens > s.config.prompt_limit
+        if seq.skip_prefix_cache or seq.image_spans or not pages or too_long:
+            return pages, pages
+        known = s.prefix.find(seq).blocks.size
+        self.counters["device_hits"] += known
+        return pages, known
 
     def _load(self, load: _Load) -> None:
         try:
@@ -142,9 +149,19 @@ class PrefixStore:
                 self._arrived.append(load)
                 self._arrival.notify_all()
 
-    def take_loaded(self, timeout: float) -> list[Completion]:
-        """Puts what has arrived into the prefix cache and returns the requests to queue. Waits up
-        to `timeout` s for the first."""
+    def queue_loaded(self, timeout: float) -> list[Sequence]:
+        """Puts what has arrived into the prefix cache and queues the sequences that waited for it.
+        Waits up to `timeout` s for the first. Returns those that have ended meanwhile: they are to
+        be released."""
+        ended = []
+        for c in self._take_loaded(timeout):
+            if c.seq.is_finished:
+                ended.append(c.seq)
+            else:
+                resume.queue_registered(self.schedulers[c.rank], c.seq)
+        return ended
+
+    def _take_loaded(self, timeout: float) -> list[Completion]:
         if not self.loading:
             return []
         with self._arrival:
@@ -165,7 +182,7 @@ class PrefixStore:
     def _insert(
         self, c: Completion, prefix: Prefix, loaded: Loaded
     ) -> list[tuple[Payload, list[int]]]:
-        s, step = self.engine.schedulers[c.rank], self.block_size
+        s, step = self.schedulers[c.rank], self.block_size
         contents = [
             prefix.tokens[i * step : (i + 1) * step].tobytes()
             for i in range(prefix.first + loaded.count)
@@ -199,7 +216,7 @@ class PrefixStore:
             return
         self._count_pending(nbytes)
         prefix = self.prefix_of(seq, pages, first)
-        ids = [[] for _ in self.engine.schedulers]
+        ids = [[] for _ in self.schedulers]
         ids[rank] = seq.block_ids[first:pages].tolist()
         payloads = self.mover.gather(ids)[rank]
         for key in prefix.keys:

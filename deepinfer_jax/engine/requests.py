@@ -71,8 +71,12 @@ class Completion:
         self.detokenizer.push(new, last_is_stop_token=ends)
         return self.detokenizer.stop_reason is not None
 
-    def finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+    def end(self) -> None:
+        """Ends it as its sequence has ended ("abort" if it has not); once."""
+        if self.finished:
+            return
+        self.finish_reason = self.seq.finish_reason or "abort"
+        self.stop_reason = self.seq.stop_reason
         if self.detokenizer is not None:
             self.detokenizer.finish()
 

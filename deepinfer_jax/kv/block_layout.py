@@ -63,6 +63,13 @@ class BlockLayout:
             for s in self.specs[kind]
         )
 
+    def row_shapes(self, kind: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """{cache: ((layers, *entry), dtype)}: one block or state row, as
+        `BlockMover.to_host` gives it."""
+        return {
+            s.name: ((s.layers, *self._entry(kind, s)), np.dtype(s.dtype)) for s in self.specs[kind]
+        }
+
     def shard_shape(self, kind: str, spec: CacheSpec, size: int) -> tuple[int, ...]:
         """Shape of one device's array of a payload whose bucket is `size`, uncut."""
         return self.piece_shape(kind, spec, size, self.axes.tp if spec.tp_dim is not None else 1)

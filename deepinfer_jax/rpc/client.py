@@ -14,12 +14,10 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
-from deepinfer_jax.engine.admission import PromptInput, check_request, tokenize_prompt
+from deepinfer_jax.engine.admission import Admission, PromptInput, RequestLimits
+from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig
@@ -127,21 +125,19 @@ class RemoteEngine:
         self.connection = RouterConnection(router, secret, hub)
         info = self.connection.connect(connect_timeout)
         self.info = info
-        self.args = SimpleNamespace(
-            model=model or info["model"],
+        self.tokenizer = _find_tokenizer(tokenizer or model, info["model"])
+        limits = RequestLimits(
+            vocab_size=info["vocab_size"],
+            max_model_len=info["max_model_len"],
             max_logprobs=info["max_logprobs"],
             enable_penalties=info["enable_penalties"],
         )
-        self.config = SimpleNamespace(max_model_len=info["max_model_len"])
-        self.model_config = SimpleNamespace(vocab_size=info["vocab_size"])
-        self.eos_token_ids = tuple(info["eos_token_ids"])
-        self.tokenizer = _find_tokenizer(tokenizer or model, info["model"])
+        self.admission = Admission(limits, self.tokenizer, info["eos_token_ids"], SeedSource(None))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._requests: dict[str, _Sent] = {}  # by our id on the wire
         self._wire_ids: dict[str, str] = {}  # caller's id -> ours
         self._outbox: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._rng = np.random.default_rng()
 
     def add_request(
         self,
@@ -160,10 +156,12 @@ class RemoteEngine:
             wire_id = str(next(self._ids))
             request_id = wire_id if request_id is None else request_id
             params = params or SamplingParams()
-            check_request(self, request_id, params)
-            text, ids = tokenize_prompt(self, request_id, prompt)
+            self.admission.check(request_id, params, self._wire_ids)
+            text, ids = self.admission.tokenize(request_id, prompt)
             arrival = time.time() if arrival_time is None else arrival_time
-            if len(ids) >= self.config.max_model_len:  # as an engine does: ended at once, no error
+            if (
+                len(ids) >= self.admission.limits.max_model_len
+            ):  # as an engine does: ended at once, no error
                 completions = [
                     CompletionOutput(i, "", [], finish_reason="prompt_length_exceeded")
                     for i in range(params.n)

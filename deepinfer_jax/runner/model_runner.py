@@ -152,6 +152,13 @@ class ModelRunner:
         )
         return seconds
 
+    def compile_missing(self, prefix: str = "") -> None:
+        """Compiles registered programs that warm-up has not, so that no step has to wait for the
+        compiler. prefix: of their kind."""
+        with compile_watch().expected():
+            for key in self.programs.missing(prefix):
+                self.programs.put(key, self.programs.lower(key).compile())
+
     # ---- dispatch --------------------------------------------------------------------------------
 
     def _call(self, key: ProgramKey, rows: np.ndarray) -> tuple:

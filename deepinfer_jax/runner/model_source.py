@@ -1,5 +1,4 @@
-"""From EngineArgs to what an engine is made of: model configuration, weights on the mesh,
-tokenizer, EOS ids."""
+"""From EngineArgs to what an engine is made of: model configuration, weights on the mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from deepinfer_jax.models import registry
 from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.loading import LoadedModel, load_hf_config, load_model
 from deepinfer_jax.models.resolve import resolve_model_path
-from deepinfer_jax.text.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,6 @@ class ModelSource:
             axes=config.axes,
             load_format=config.args.load_format,
             config_overrides=self.overrides,
-        )
-
-    def load_tokenizer(self, args: EngineArgs) -> tuple[Tokenizer | None, tuple[int, ...]]:
-        """(tokenizer or None, EOS ids)."""
-        tokenizer = load_tokenizer(
-            self.folder if args.tokenizer == args.model else resolve_model_path(args.tokenizer)
-        )
-        return tokenizer, tuple(
-            load_eos_token_ids(self.folder) or (tokenizer.eos_token_ids if tokenizer else ())
         )
 
 

@@ -467,6 +467,11 @@ class StepPrograms:
         compiles it with the others."""
         self._registered[key] = lower
 
+    def missing(self, prefix: str = "") -> list[ProgramKey]:
+        """Registered programs whose kind starts with `prefix` and that are not compiled yet."""
+        keys = [k for k in self._registered if k.kind.startswith(prefix)]
+        return [k for k in keys if k not in self._compiled]
+
     def put(self, key: ProgramKey, program: Any) -> None:
         self._compiled[key] = program
 

@@ -16,15 +16,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
-from deepinfer_jax.kv.block_mover import BlockMover, Payload
-
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.kv.block_mover import Payload
 
 SHARE = 0.1
 """Of the time between two steps that copying a slice may take."""
@@ -89,14 +85,15 @@ class EngineCopy:
         try:
             more = True
             while more:
-                more = self.engine.at_step_boundary(self._slice)
+                more = self.engine.boundary.run(self.copy_slice)
                 self._bring(arrays)
         finally:
-            self.engine.at_step_boundary(self._stop)
+            self.engine.boundary.run(self._stop)
         self._bring(arrays)
 
-    def _slice(self) -> bool:
-        """Copies the next blocks of every rank; whether there are more. At a step boundary."""
+    def copy_slice(self) -> bool:
+        """Copies the next blocks of every rank on the device; whether there are more. At a step
+        boundary."""
         start = time.perf_counter()
         count = self._slice_blocks(start - self._last)
         chosen = [list(islice(left, count)) for left in self._left]
@@ -142,15 +139,3 @@ class EngineCopy:
     def _stop(self) -> None:
         for s, hook in zip(self.engine.schedulers, self._hooks, strict=True):
             s.blocks.before_overwriting.remove(hook)
-
-
-def row_shapes(mover: BlockMover, kind: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """{cache: ((layers, *entry), dtype)}: one block or state row, as
-    `BlockMover.to_host` gives it."""
-    caches = [c for c in mover.describe()["caches"] if c["kind"] == kind]
-    return {c["name"]: ((c["layers"], *c["entry"]), dtype_of(c["dtype"])) for c in caches}
-
-
-def dtype_of(name: str) -> np.dtype:
-    """By name, those of ml_dtypes included."""
-    return np.dtype(getattr(ml_dtypes, name, name))

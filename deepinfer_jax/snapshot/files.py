@@ -28,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
+from deepinfer_jax.engine.request_state import plain
 from deepinfer_jax.kv import store as kv_store
 from deepinfer_jax.kv import store_format as kv_store_format
 from deepinfer_jax.kv.block_layout import KINDS
-from deepinfer_jax.snapshot import records as snapshot_state
+from deepinfer_jax.snapshot import records
+from deepinfer_jax.snapshot.records import VERSION, SnapshotMismatch, SnapshotRecord
 
 KEPT = 2
 PARTS = "parts"
@@ -53,7 +56,7 @@ class Snapshot:
     """arrays: {"blocks" | "states": {cache: [rows, layers, *entry]}}, whole entries
     whatever tp is."""
 
-    meta: dict[str, Any]
+    record: SnapshotRecord
     arrays: dict[str, dict[str, np.ndarray]]
 
     @property
@@ -71,20 +74,65 @@ class Share:
     processes: int
 
 
+class ArrayRecord(msgspec.Struct, frozen=True):
+    """What one cache's array is; crc32 of its bytes."""
+
+    shape: list[int]
+    dtype: str
+    crc32: int
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> ArrayRecord:
+        return cls(list(array.shape), array.dtype.name, checksum(array))
+
+
+class JobParts(msgspec.Struct):
+    """Where the parts of a job's snapshot are: folder / PARTS / key / {0 .. processes - 1}."""
+
+    key: str
+    processes: int
+
+
+class Contents(msgspec.Struct, kw_only=True):
+    """The JSON of one snapshot, or of one process's part: either `record` or `job`."""
+
+    version: int = VERSION
+    record: SnapshotRecord | None = None
+    job: JobParts | None = None
+    arrays: dict[str, dict[str, ArrayRecord]] = {}
+
+    def encode(self) -> str:
+        return json.dumps(msgspec.to_builtins(self, enc_hook=plain))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Contents:
+        """Raises OtherVersion; msgspec.ValidationError naming the field that is wrong."""
+        values = json.loads(text)
+        found = values.get("version")
+        if found != VERSION:
+            raise OtherVersion(found)
+        return msgspec.convert(values, cls, str_keys=True)
+
+
+class OtherVersion(Exception):
+    """Records of another version of this format."""
+
+
 # ---- out -----------------------------------------------------------------------------------------
 
 
 def write(snapshot: Snapshot, folder: Path) -> int:
     """Writes one step of the folder's CheckpointManager; returns its number. Complete
     or not there."""
+    arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
+    described = {k: {n: ArrayRecord.of(a) for n, a in c.items()} for k, c in arrays.items()}
+    return _write_step(folder, Contents(record=snapshot.record, arrays=described), arrays)
+
+
+def _write_step(folder: Path, contents: Contents, arrays: dict[str, dict[str, np.ndarray]]) -> int:
     import orbax.checkpoint as ocp  # takes seconds to import: only who snapshots pays
 
-    arrays = {kind: dict(caches) for kind, caches in snapshot.arrays.items()}
-    described = {
-        k: {n: [list(a.shape), a.dtype.name, checksum(a)] for n, a in c.items()}
-        for k, c in arrays.items()
-    }
-    text = json.dumps(snapshot.meta | {"arrays": described})
+    text = contents.encode()
     with _manager(
         folder, max_to_keep=KEPT, cleanup_tmp_directories=True
     ) as manager:  # of writers that died
@@ -115,10 +163,7 @@ def write_share(
         _wait_for(
             _part(parts, i).exists, timeout, f"{folder}: process {i} has not written its part"
         )
-    meta = {n: snapshot.meta[n] for n in ("layout", "role", "created")}
-    number = write(
-        Snapshot(meta | {"parts": str(share.key), "processes": share.processes}, {}), folder
-    )
+    number = _write_step(folder, Contents(job=JobParts(str(share.key), share.processes)), {})
     _replace(parts / "number", [str(number).encode()])
     _remove_unused_parts(folder)
     return number
@@ -130,7 +175,8 @@ def _part(parts: Path, process: int) -> Path:
 
 def _write_part(snapshot: Snapshot, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {"meta": np.frombuffer(json.dumps(snapshot.meta).encode(), np.uint8)}
+    text = Contents(record=snapshot.record).encode()
+    tensors = {"meta": np.frombuffer(text.encode(), np.uint8)}
     tensors |= {
         f"{kind}/{name}": a
         for kind, caches in snapshot.arrays.items()
@@ -159,7 +205,8 @@ def _wait_for(there: Callable[[], bool], timeout: float, problem: str) -> None:
 def _remove_unused_parts(folder: Path) -> None:
     """Parts of snapshots that are not kept any more, and of those that were never completed."""
     with _manager(folder, read_only=True) as manager:
-        used = {_read_meta(manager, folder, step)[0].get("parts") for step in manager.all_steps()}
+        contents = [_read_contents(manager, folder, step) for step in manager.all_steps()]
+    used = {c.job.key for c in contents if c.job is not None}
     for parts in (folder / PARTS).iterdir():
         with contextlib.suppress(FileNotFoundError):
             complete = (parts / "number").exists()
@@ -175,13 +222,13 @@ def _remove_unused_parts(folder: Path) -> None:
 def load(
     folder: str | Path,
     step: int | None = None,
-    select: Callable[[dict[str, Any]], dict[str, Any]] = lambda meta: meta,
+    select: Callable[[SnapshotRecord], SnapshotRecord] = lambda record: record,
 ) -> Snapshot:
     """The newest complete snapshot of a folder, or number `step`. Raises SnapshotError if there is
-    none or it is damaged.
+    none or it is damaged, SnapshotMismatch if it is of another format version.
 
-    select(meta) leaves in the meta what is wanted; rows of `arrays` that it does not refer to may
-    be undefined.
+    select(record) leaves in the record what is wanted; rows of `arrays` that it does not refer to
+    may be undefined.
     """
     folder = Path(folder).absolute()
     if not folder.is_dir():
@@ -193,32 +240,27 @@ def load(
                 f"{folder}: no complete snapshot{'' if step is None else f' {step}'}; there are"
                 f" {manager.all_steps()}"
             )
-        meta, described = _read_meta(manager, folder, step)
-        if "parts" not in meta:
-            return Snapshot(select(meta), _read_arrays(manager, folder, step, described))
-    return _load_parts(
-        [_part(folder / PARTS / meta["parts"], i) for i in range(meta["processes"])], select
-    )
+        contents = _read_contents(manager, folder, step)
+        if contents.record is not None:
+            record = select(contents.record)
+            return Snapshot(record, _read_arrays(manager, folder, step, contents.arrays))
+    parts = folder / PARTS / contents.job.key
+    return _load_parts([_part(parts, i) for i in range(contents.job.processes)], select)
 
 
-def _load_parts(paths: list[Path], select: Callable[[dict[str, Any]], dict[str, Any]]) -> Snapshot:
+def _load_parts(paths: list[Path], select: Callable[[SnapshotRecord], SnapshotRecord]) -> Snapshot:
     """Reads the arrays of those parts only that the selected requests refer to."""
     with contextlib.ExitStack() as stack:
-        files, headers, metas = [], [], []
+        files, headers, parts = [], [], []
         for path in paths:
             with _damage_named(str(path)):
                 files.append(stack.enter_context(open(path, "rb", buffering=0)))
                 headers.append(kv_store_format.read_header(files[-1], str(path)))
-                metas.append(
-                    json.loads(
-                        kv_store_format.read_tensor(
-                            files[-1], str(path), headers[-1], "meta"
-                        ).tobytes()
-                    )
-                )
+                meta = kv_store_format.read_tensor(files[-1], str(path), headers[-1], "meta")
+                parts.append(Contents.decode(meta.tobytes()).record)
         counts = [{kind: _rows(h, kind) for kind in KINDS} for h in headers]
-        meta = select(snapshot_state.merge(metas, counts))
-        used, at = snapshot_state.used_rows(meta), dict.fromkeys(KINDS, 0)
+        record = select(records.merge(parts, counts))
+        used, at = record.used_rows(), dict.fromkeys(KINDS, 0)
         arrays = _empty(headers, {kind: sum(c[kind] for c in counts) for kind in KINDS})
         for path, file, header, count in zip(paths, files, headers, counts, strict=True):
             if any(
@@ -230,7 +272,7 @@ def _load_parts(paths: list[Path], select: Callable[[dict[str, Any]], dict[str, 
                     with _damage_named(str(path)):
                         kv_store_format.read_tensor(file, str(path), header, f"{kind}/{name}", rows)
             at = {kind: at[kind] + count[kind] for kind in at}
-    return Snapshot(meta, arrays)
+    return Snapshot(record, arrays)
 
 
 def _rows(header: kv_store_format.Header, kind: str) -> int:
@@ -257,20 +299,18 @@ def _empty(
     return out
 
 
-def _read_meta(manager: Any, folder: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, {kind: {cache: [shape, dtype, checksum]}})"""
+def _read_contents(manager: Any, folder: Path, step: int) -> Contents:
     import orbax.checkpoint as ocp
 
     with _damage_named(f"{folder}: snapshot {step}"):
         saved = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         if zlib.crc32(saved["text"].encode()) != saved["crc32"]:
             raise ValueError("checksum of the requests differs")
-        meta = json.loads(saved["text"])
-        return meta, meta.pop("arrays")
+        return Contents.decode(saved["text"])
 
 
 def _read_arrays(
-    manager: Any, folder: Path, step: int, described: Mapping[str, Any]
+    manager: Any, folder: Path, step: int, described: Mapping[str, Mapping[str, ArrayRecord]]
 ) -> dict[str, dict[str, np.ndarray]]:
     import orbax.checkpoint as ocp
 
@@ -285,12 +325,9 @@ def _read_arrays(
         arrays = manager.restore(step, args=ocp.args.Composite(arrays=restore))["arrays"]
         for kind, caches in arrays.items():
             for name, array in caches.items():
-                found = [list(array.shape), array.dtype.name, checksum(array)]
+                found = ArrayRecord.of(array)
                 if found != described[kind][name]:
-                    raise ValueError(
-                        f"{kind}/{name} (shape, dtype, CRC-32) is {found}, it was"
-                        f" {described[kind][name]}"
-                    )
+                    raise ValueError(f"{kind}/{name} is {found}, it was {described[kind][name]}")
     return arrays
 
 
@@ -298,6 +335,10 @@ def _read_arrays(
 def _damage_named(what: str) -> Iterator[None]:
     try:
         yield
+    except OtherVersion as found:
+        raise SnapshotMismatch(
+            f"{what}: its format version is {found}, this code reads version {VERSION}"
+        ) from None
     except Exception as error:  # tensorstore, zstd, JSON: each has exceptions of its own
         raise SnapshotError(f"{what} is damaged: {type(error).__name__}: {error}") from error
 

@@ -1,16 +1,14 @@
 """Engine snapshots: all live requests with their KV, written by Orbax while serving goes on,
 restored into any engine of the model.
 
-    job = engine.snapshot(folder)          # fixes the state between two steps, copies and writes in
-    a thread
-    job.wait()                             # a snapshot exists from here on; a crash before leaves
-    the previous one
-    ids = other.restore(folder)            # another mesh, dp, ep, tp, pool size or role;
-    other.step() goes on with the same tokens
+    job = take(engine, folder)       # fixes the state between two steps; a thread copies and writes
+    job.wait()                       # exists from here on; a crash before leaves the previous one
+    ids = restore(other, folder)     # another mesh, dp, ep, tp, pool size or role;
+                                     # other.step() goes on with the same tokens
 
-What is copied: used blocks only (and those the prefix cache can find); see snapshot_copy.py for
-how, while steps go on. Files: snapshot_files.py. The block size must be the same on both sides;
-block ids are not part of a snapshot.
+What is copied: used blocks only (and those the prefix cache can find); see copy.py for how, while
+steps go on. Files: files.py. The block size must be the same on both sides; block ids are not part
+of a snapshot.
 
 In a job of several processes every process calls `snapshot` with the same folder, which all can
 reach; the state is that between the same two steps in all of them, and each writes its own ranks'
@@ -25,21 +23,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
 
 import jax
 import numpy as np
 
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.scheduler import resume
-from deepinfer_jax.snapshot import records as snapshot_state
-from deepinfer_jax.snapshot.copy import EngineCopy, Rows, row_shapes
+from deepinfer_jax.snapshot import records
+from deepinfer_jax.snapshot.copy import EngineCopy, Rows
 from deepinfer_jax.snapshot.files import Share, Snapshot, write, write_share
-
-if TYPE_CHECKING:
-    from deepinfer_jax.disagg.deployment import DisaggregatedEngine
-    from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.snapshot.records import PageRecord, SnapshotRecord
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ class Capture:
     """A snapshot whose arrays are still in engines' pools; their rows follow each other in the
     snapshot's arrays."""
 
-    meta: dict[str, Any]
+    record: SnapshotRecord
     copies: list[EngineCopy]
 
     def to_host(self) -> Snapshot:
@@ -67,7 +64,7 @@ class Capture:
             if total:
                 arrays[kind] = {
                     n: np.empty((total, *shape), d)
-                    for n, (shape, d) in row_shapes(self.copies[0].mover, kind).items()
+                    for n, (shape, d) in self.copies[0].mover.row_shapes(kind).items()
                 }
         at = dict.fromkeys(arrays, 0)
         for copy in self.copies:
@@ -77,7 +74,7 @@ class Capture:
             }
             copy.fill(views)
             at = {k: at[k] + len(copy.rows[k]) for k in at}
-        return Snapshot(self.meta, arrays)
+        return Snapshot(self.record, arrays)
 
 
 @dataclass
@@ -128,14 +125,14 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
     """Captures between two steps and starts copying and writing. In a job of several processes it
     returns at once: the moment comes within a few steps after all of them have asked."""
     job = SnapshotJob(Path(folder).absolute())
-    own = snapshot_state.layout(engine)
-    engine.compile_copies()  # here, before any step has to wait for it
+    engine.ensure_mover()
+    engine.runner.compile_missing("gather")  # here, before any step has to wait for it
 
     def timed() -> Capture:
         start = time.perf_counter()
         engine.drain()
         job.drain = time.perf_counter() - start
-        captured = capture(engine, own)
+        captured = capture(engine)
         job.pause = time.perf_counter() - start
         return captured
 
@@ -146,10 +143,10 @@ def take(engine: LLMEngine, folder: str | Path) -> SnapshotJob:
         except Exception as error:  # the step that this is called from has nothing to do with it
             _end(job, error)
 
-    if engine.spans_processes:
-        engine.at_common_boundary(share)
+    if engine.boundary.spans_processes:
+        engine.boundary.run_in_all_processes(share)
         return job
-    return start_writing(job, engine.at_step_boundary(timed))
+    return start_writing(job, engine.boundary.run(timed))
 
 
 def start_writing(job: SnapshotJob, captured: Capture) -> SnapshotJob:
@@ -171,37 +168,40 @@ def _end(job: SnapshotJob, error: Exception | None = None) -> None:
     job._done.set()
 
 
-def capture(engine: LLMEngine, own_layout: dict[str, Any]) -> Capture:
+def capture(engine: LLMEngine) -> Capture:
     """Everything as of now; enqueues a few copies on the device, waits for the step in flight only.
     Under the engine's lock."""
     engine.drain()
     rows = {"blocks": Rows(), "states": Rows()}
     requests = [
-        snapshot_state.record_request(engine, r, rows["blocks"], rows["states"])
-        for r in engine._requests.values()
+        records.record_request(engine, r, rows["blocks"], rows["states"])
+        for r in engine.live.requests.values()
     ]
-    prefix = [
-        [
+    record = SnapshotRecord(
+        identity=engine.kv_identity(),
+        role=engine.config.role.name,
+        created=time.time(),
+        requests=requests,
+        outputs=[records.record_output(o) for o in engine.boundary.undelivered],
+        prefix=_record_prefix(engine, rows["blocks"]),
+        seeds=engine.seeds.state,
+        ranks=len(engine.schedulers),
+    )
+    return Capture(record, [EngineCopy(engine, rows)])
+
+
+def _record_prefix(engine: LLMEngine, rows: Rows) -> list[PageRecord]:
+    return [
+        PageRecord(
             rank,
-            rows["blocks"].add(rank, page.block, changing=False),
+            rows.add(rank, page.block, changing=False),
             page.parent,
             page.content.hex(),
             page.node,
-        ]
+        )
         for rank, s in enumerate(engine.schedulers)
         for page in resume.cached_pages(s.blocks)
     ]
-    meta = {
-        "layout": own_layout,
-        "role": engine.config.role.name,
-        "created": time.time(),
-        "requests": requests,
-        "outputs": [snapshot_state.record_output(o) for o in engine._undelivered],
-        "prefix": prefix,
-        "seeds": engine._seeds.bit_generator.state,
-        "ranks": len(engine.schedulers),
-    }
-    return Capture(meta, [EngineCopy(engine, rows)])
 
 
 def _write_job(job: SnapshotJob, captured: Capture) -> None:
@@ -232,8 +232,8 @@ def _lower_priority() -> None:
 # ---- SIGTERM -------------------------------------------------------------------------------------
 
 
-def snapshot_on_sigterm(engine: LLMEngine | DisaggregatedEngine, folder: str | Path) -> None:
-    """From now on SIGTERM first takes a snapshot, then ends the process as it would have. Main
+def snapshot_on_sigterm(take: Callable[[str | Path], SnapshotJob], folder: str | Path) -> None:
+    """From now on SIGTERM first calls take(folder), then ends the process as it would have. Main
     thread only.
 
     Steps go on while the snapshot is written. jax.distributed's preemption service takes SIGTERM
@@ -244,7 +244,7 @@ def snapshot_on_sigterm(engine: LLMEngine | DisaggregatedEngine, folder: str | P
     def save_and_exit() -> None:
         try:
             logger.warning("SIGTERM: taking a snapshot into %s", folder)
-            job = engine.snapshot(folder)
+            job = take(folder)
             job.hurry()
             job.wait()
         except Exception:
@@ -255,7 +255,7 @@ def snapshot_on_sigterm(engine: LLMEngine | DisaggregatedEngine, folder: str | P
 
     finished, started = threading.Event(), threading.Event()
 
-    def handler(number: int, frame: Any) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         if finished.is_set():
             signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,4 @@
-"""Requests of an engine as plain values, and back: everything a snapshot holds beside the blocks'
-bytes.
+"""What a snapshot holds beside the blocks' bytes: an engine's requests as typed records.
 
 A sequence's place is recorded, not its slot or block ids: whether it decodes or waits, how many of
 its tokens have KV, and which rows of the snapshot's block array hold it. Rows may be shared by
@@ -8,34 +7,110 @@ sequences, as blocks are.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from deepinfer_jax.disagg.protocol import RequestState
-from deepinfer_jax.engine.admission import new_detokenizer, new_sequence
-from deepinfer_jax.engine.request_state import load_state, request_state
+from deepinfer_jax.engine.kv_identity import KVIdentity
+from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
-from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.sequence import SequenceStatus
 from deepinfer_jax.snapshot.copy import Rows
 
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
-
-FORMAT = 2
+VERSION = 3
+"""Of the records below; another one is refused."""
 
 
 class SnapshotMismatch(ValueError):
     """A snapshot of another model, layout or format; the message names both values."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Base:
+class Place(msgspec.Struct, kw_only=True):
+    """Where a completion stood that had not ended. rank: of the ranks that were recorded. order:
+    `resume.order_key`. rows, state_row: of the snapshot's arrays. max_len: tokens at which it would
+    have ended."""
+
+    rank: int = 0
+    order: tuple[int, int] = (0, 0)
+    decoding: bool = False
+    num_cached: int = 0
+    rows: list[int] = []
+    state_row: int | None = None
+    max_len: int = 0
+
+
+class CompletionRecord(msgspec.Struct, kw_only=True):
+    """place: None once it has ended."""
+
+    index: int
+    state: RequestState
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    place: Place | None = None
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    request_id: str
+    prompt: str | None
+    params: dict[str, Any]  # SamplingParams.from_dict
+    completions: list[CompletionRecord]
+
+    @property
+    def places(self) -> list[Place]:
+        """Of every completion that has not ended."""
+        return [c.place for c in self.completions if c.place is not None]
+
+
+class PageRecord(msgspec.Struct, array_like=True):
+    """A page that the prefix cache could find: `resume.CachedPage`, its content as hexadecimal
+    digits, its block as a row of the snapshot's arrays."""
+
+    rank: int
+    row: int
+    parent: int | str
+    content: str
+    node: int
+
+
+class SnapshotRecord(msgspec.Struct, kw_only=True):
+    """outputs: nobody has been given them yet. seeds: `SeedSource.state`. ranks: how many the
+    places name."""
+
+    identity: KVIdentity
+    role: str
+    created: float  # seconds of time.time()
+    requests: list[RequestRecord]
+    outputs: list[RequestOutput]
+    prefix: list[PageRecord]
+    seeds: dict[str, Any]
+    ranks: int
+
+    @property
+    def places(self) -> Iterator[Place]:
+        return (place for request in self.requests for place in request.places)
+
+    def used_rows(self) -> dict[str, np.ndarray]:
+        """i64 rows of each kind's arrays that requests and prefixes refer to."""
+        blocks = [row for place in self.places for row in place.rows]
+        blocks += [page.row for page in self.prefix]
+        states = [place.state_row for place in self.places if place.state_row is not None]
+        return {"blocks": np.array(blocks, np.int64), "states": np.array(states, np.int64)}
+
+    def check_identity(self, own: KVIdentity, what: str) -> None:
+        """Raises SnapshotMismatch naming every difference with both values."""
+        problems = own.differences(self.identity)
+        if problems:
+            raise SnapshotMismatch(f"{what} does not fit this engine: " + "; ".join(problems))
+
+
+class Base(msgspec.Struct, frozen=True):
     """How many ranks and rows the parts of a snapshot before this one have: its own numbers are
     shifted by them."""
 
@@ -51,53 +126,45 @@ class Base:
             self.states + rows.get("states", 0),
         )
 
-    def shift_place(self, place: dict[str, Any]) -> None:
-        place["rank"] += self.ranks
-        place["rows"] = [row + self.blocks for row in place["rows"]]
-        if place["state_row"] is not None:
-            place["state_row"] += self.states
+    def shift(self, place: Place) -> None:
+        """Renumbers a place, in place."""
+        place.rank += self.ranks
+        place.rows = [row + self.blocks for row in place.rows]
+        if place.state_row is not None:
+            place.state_row += self.states
 
-    def shift_prefix(self, entries: list[list[Any]]) -> list[list[Any]]:
-        return [[rank + self.ranks, row + self.blocks, *rest] for rank, row, *rest in entries]
-
-
-def places(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of every completion that has not ended."""
-    return [
-        c["place"] for r in meta["requests"] for c in r["completions"] if c["place"] is not None
-    ]
+    def shifted(self, pages: Iterable[PageRecord]) -> list[PageRecord]:
+        return [
+            msgspec.structs.replace(p, rank=p.rank + self.ranks, row=p.row + self.blocks)
+            for p in pages
+        ]
 
 
-def merge(metas: list[dict[str, Any]], rows: list[dict[str, int]]) -> dict[str, Any]:
-    """What the processes of a job have recorded at the same step, as one meta; rows: of each kind
+def merge(parts: Sequence[SnapshotRecord], rows: Sequence[Mapping[str, int]]) -> SnapshotRecord:
+    """What the processes of a job have recorded at the same step, as one record; rows: of each kind
     in each one's arrays."""
     base, requests, outputs, prefix = Base(), [], [], []
-    for meta, count in zip(metas, rows, strict=True):
-        for place in places(meta):
-            base.shift_place(place)
-        requests += meta["requests"]
-        outputs += meta["outputs"]
-        prefix += base.shift_prefix(meta["prefix"])
-        base = base.after(meta["ranks"], count)
-    requests.sort(key=lambda r: r["completions"][0]["state"]["metrics"]["arrival_time"])
-    return metas[0] | {
-        "requests": requests,
-        "outputs": outputs,
-        "prefix": prefix,
-        "ranks": base.ranks,
-    }
+    for part, count in zip(parts, rows, strict=True):
+        for place in part.places:
+            base.shift(place)
+        requests += part.requests
+        outputs += part.outputs
+        prefix += base.shifted(part.prefix)
+        base = base.after(part.ranks, count)
+    requests.sort(key=_arrival)
+    return msgspec.structs.replace(
+        parts[0], requests=requests, outputs=outputs, prefix=prefix, ranks=base.ranks
+    )
 
 
-def used_rows(meta: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """i64 rows of each kind's arrays that requests and prefixes refer to."""
-    blocks = [row for place in places(meta) for row in place["rows"]] + [
-        row for _, row, *_ in meta["prefix"]
-    ]
-    states = [place["state_row"] for place in places(meta) if place["state_row"] is not None]
-    return {"blocks": np.array(blocks, np.int64), "states": np.array(states, np.int64)}
+def _arrival(request: RequestRecord) -> float:
+    metrics = request.completions[0].state.metrics
+    return 0.0 if metrics is None else metrics.arrival_time
 
 
-def share_of(meta: dict[str, Any], ranks: int, owners: list[int], process: int) -> dict[str, Any]:
+def share_of(
+    whole: SnapshotRecord, ranks: int, owners: Sequence[int], process: int
+) -> SnapshotRecord:
     """The part of a snapshot that one process of a job goes on with, ranks renumbered to its own
     `ranks`.
 
@@ -105,62 +172,33 @@ def share_of(meta: dict[str, Any], ranks: int, owners: list[int], process: int) 
     go to the rank they came from, counted round; from fewer ranks than there are here, round robin.
     Every process sees the same whole and takes another part of it.
     """
-    kept, total, at = [], len(owners), owners.index(process)
-    spread = meta["ranks"] < total
-    for i, request in enumerate(meta["requests"]):
-        own = [c["place"] for c in request["completions"] if c["place"] is not None]
-        rank = i if spread or not own else own[0]["rank"]
+    kept, total, at = [], len(owners), list(owners).index(process)
+    spread = whole.ranks < total
+    for i, request in enumerate(whole.requests):
+        own = request.places
+        rank = i if spread or not own else own[0].rank
         if owners[rank % total] == process:
             kept.append(request)
             for place in own:
-                place["rank"] = 0 if spread else (place["rank"] - at) % total % ranks
-    ids = {r["request_id"] for r in kept}
-    all_ids = {r["request_id"] for r in meta["requests"]}
-    outputs = [
-        o
-        for o in meta["outputs"]
-        if o["request_id"] in ids or (o["request_id"] not in all_ids and owners[0] == process)
-    ]
-    prefix = [
-        [(r // total) * ranks + r % total - at, *rest]
-        for r, *rest in meta["prefix"]
-        if owners[r % total] == process
-    ]
-    return meta | {
-        "requests": kept,
-        "outputs": outputs,
-        "prefix": prefix,
-        "ranks": 0 if spread else ranks,
-    }
-
-
-def layout(engine: LLMEngine) -> dict[str, Any]:
-    """What must be equal for KV to be exchanged, as plain values: model, number formats, block
-    size, caches. Not: mesh, pool size."""
-    described = engine.ensure_mover().describe()
-    return {
-        "format": FORMAT,
-        "model": engine.fingerprint(),
-        "dtype": np.dtype(engine.config.dtype).name,
-        "quantization": engine.config.quantization,
-        "load_format": engine.args.load_format,
-        "block_size": described["block_size"],
-        "caches": {
-            c["name"]: {k: v for k, v in c.items() if k != "name"} for c in described["caches"]
-        },
-    }
-
-
-def check_layout(found: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
-    """Raises SnapshotMismatch naming every difference with both values."""
-    names = dict.fromkeys((*own, *found))
-    problems = [
-        f"{n}: {found.get(n)!r} there, {own.get(n)!r} here"
-        for n in names
-        if found.get(n) != own.get(n)
-    ]
-    if problems:
-        raise SnapshotMismatch(f"{what} does not fit this engine: " + "; ".join(problems))
+                place.rank = 0 if spread else (place.rank - at) % total % ranks
+    ids = {r.request_id for r in kept}
+    all_ids = {r.request_id for r in whole.requests}
+    first = owners[0] == process
+    return msgspec.structs.replace(
+        whole,
+        requests=kept,
+        outputs=[
+            o
+            for o in whole.outputs
+            if o.request_id in ids or (first and o.request_id not in all_ids)
+        ],
+        prefix=[
+            msgspec.structs.replace(p, rank=(p.rank // total) * ranks + p.rank % total - at)
+            for p in whole.prefix
+            if owners[p.rank % total] == process
+        ],
+        ranks=0 if spread else ranks,
+    )
 
 
 # ---- out -----------------------------------------------------------------------------------------
@@ -168,134 +206,94 @@ def check_layout(found: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
 
 def record_request(
     engine: LLMEngine, request: Request, blocks: Rows, states: Rows
-) -> dict[str, Any]:
+) -> RequestRecord:
     """One request; its blocks and state rows are added to the two lists."""
-    return {
-        "request_id": request.request_id,
-        "prompt": request.prompt,
-        "params": request.params.to_dict(),
-        "completions": [_record_completion(engine, c, blocks, states) for c in request.completions],
-    }
+    return RequestRecord(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        params=request.params.to_dict(),
+        completions=[
+            CompletionRecord(
+                index=c.index,
+                state=RequestState.of(c),
+                finish_reason=c.finish_reason,
+                stop_reason=c.stop_reason,
+                place=None if c.finished else _record_place(engine, c, blocks, states),
+            )
+            for c in request.completions
+        ],
+    )
 
 
-def _record_completion(
-    engine: LLMEngine, c: Completion, blocks: Rows, states: Rows
-) -> dict[str, Any]:
-    return {
-        "index": c.index,
-        "state": request_state(c).to_dict(),
-        "finish_reason": c.finish_reason,
-        "stop_reason": c.stop_reason,
-        "place": None if c.finished else _record_place(engine, c, blocks, states),
-    }
-
-
-def _record_place(engine: LLMEngine, c: Completion, blocks: Rows, states: Rows) -> dict[str, Any]:
+def _record_place(engine: LLMEngine, c: Completion, blocks: Rows, states: Rows) -> Place:
     seq, s = c.seq, engine.schedulers[c.rank]
     held = resume.held_blocks(s, seq).tolist()
     full = seq.num_cached // engine.config.block_size
-    return {
-        "rank": c.rank,
-        "order": list(resume.order_key(s, seq)),
-        "decoding": seq.status in resume.DECODING,
-        "num_cached": seq.num_cached if held else 0,
-        "rows": [blocks.add(c.rank, b, changing=i >= full) for i, b in enumerate(held)],
-        "state_row": (
-            states.add(c.rank, seq.state_id, changing=True) if seq.state_id >= 0 and held else None
-        ),
-        "max_len": s.max_len_of(seq),
-    }
+    state_row = None
+    if seq.state_id >= 0 and held:
+        state_row = states.add(c.rank, seq.state_id, changing=True)
+    return Place(
+        rank=c.rank,
+        order=resume.order_key(s, seq),
+        decoding=seq.status in resume.DECODING,
+        num_cached=seq.num_cached if held else 0,
+        rows=[blocks.add(c.rank, b, changing=i >= full) for i, b in enumerate(held)],
+        state_row=state_row,
+        max_len=s.max_len_of(seq),
+    )
 
 
-def record_output(output: RequestOutput) -> dict[str, Any]:
-    """A RequestOutput nobody has been given yet."""
-    return dataclasses.asdict(output)
+def record_output(output: RequestOutput) -> RequestOutput:
+    """A copy of an output nobody has been given yet: its receiver may change it."""
+    return copy.deepcopy(output)
 
 
 # ---- back ----------------------------------------------------------------------------------------
 
 
-def load_output(values: Mapping[str, Any]) -> RequestOutput:
-    values = dict(values)
-    values["metrics"] = values["metrics"] and RequestMetrics(**values["metrics"])
-    values["prompt_logprobs"] = values["prompt_logprobs"] and [
-        e and _logprobs(e) for e in values["prompt_logprobs"]
-    ]
-    values["outputs"] = [_load_completion_output(o) for o in values["outputs"]]
-    return RequestOutput(**values)
-
-
-def _load_completion_output(values: Mapping[str, Any]) -> CompletionOutput:
-    return CompletionOutput(
-        **{**values, "logprobs": values["logprobs"] and [_logprobs(e) for e in values["logprobs"]]}
-    )
-
-
-def _logprobs(entry: Mapping[str, Any]) -> dict[int, Logprob]:
-    return {int(token): Logprob(**value) for token, value in entry.items()}
-
-
-def load_request(engine: LLMEngine, record: Mapping[str, Any]) -> Request:
+def load_request(engine: LLMEngine, record: RequestRecord) -> Request:
     """The request with its completions; their sequences have all tokens and nothing cached, and
     belong to no scheduler yet.
 
     Raises ValueError naming the request when it needs more tokens than this engine allows.
     """
-    first = record["completions"][0]["state"]
     request = Request(
-        record["request_id"],
-        record["prompt"],
-        first["prompt_token_ids"],
-        SamplingParams.from_dict(record["params"]),
+        record.request_id,
+        record.prompt,
+        record.completions[0].state.prompt_token_ids,
+        SamplingParams.from_dict(record.params),
     )
-    for values in record["completions"]:
-        request.completions.append(_load_completion(engine, request, values))
+    for completion in record.completions:
+        request.completions.append(_load_completion(engine, request, completion))
     return request
 
 
-def _load_completion(engine: LLMEngine, request: Request, values: Mapping[str, Any]) -> Completion:
-    state = RequestState.from_dict(values["state"])
-    params = SamplingParams.from_dict(state.params)
-    seq = new_sequence(engine, request, params, np.asarray(state.prompt_token_ids, np.int32))
+def _load_completion(engine: LLMEngine, request: Request, record: CompletionRecord) -> Completion:
+    state, params = record.state, SamplingParams.from_dict(record.state.params)
+    c = engine.admission.new_completion(request, params, state.seed, index=record.index)
+    seq = c.seq
     seq.load_prefix(state.output_token_ids, 0)
-    c = Completion(
-        request=request,
-        seq=seq,
-        rank=0,
-        index=values["index"],
-        params=params,
-        detokenizer=new_detokenizer(engine, state.prompt_token_ids, params),
-        logprobs=None if params.logprobs is None else [],
-        seed=state.seed,
-    )
-    load_state(engine, c, state)
-    c.finish_reason, c.stop_reason = values["finish_reason"], values["stop_reason"]
-    if values["place"] is None:
+    state.load_into(c, engine.tokenizer)
+    c.finish_reason, c.stop_reason = record.finish_reason, record.stop_reason
+    if record.place is None:
         seq.status = SequenceStatus.FINISHED_STOPPED
         seq.finish_reason, seq.stop_reason = c.finish_reason, c.stop_reason
         return c
-    limit = values["place"]["max_len"]
-    most = engine.config.max_model_len
+    limit, most = record.place.max_len, engine.config.max_model_len
     if limit > max(most, seq.prompt_len + 1):
         raise ValueError(
             f"request {request.request_id!r}: may reach {limit} tokens, this engine's max_model_len"
             f" is {most}"
         )
-    seq.max_tokens = (
-        limit - seq.prompt_len
-    )  # where it would have ended, also if this engine allows more
+    # where it would have ended, also if this engine allows more
+    seq.max_tokens = limit - seq.prompt_len
     return c
 
 
 def rewind_prefill(engine: LLMEngine, c: Completion) -> None:
     """Takes a prefilled sequence's first token back, so that a PROMPT engine computes it again
     (draws are keyed by position) and hands the request over as if it had just come."""
-    state = request_state(c)
-    metrics, tokens = c.request.metrics, np.asarray(state.prompt_token_ids, np.int32)
-    max_tokens = c.seq.max_tokens
-    c.seq = new_sequence(engine, c.request, c.params, tokens)
-    c.seq.max_tokens = max_tokens
-    c.detokenizer = new_detokenizer(engine, state.prompt_token_ids, c.params)
-    c.logprobs = None if c.params.logprobs is None else []
+    fresh = engine.admission.new_completion(c.request, c.params, c.seed)
+    fresh.seq.max_tokens = c.seq.max_tokens
+    c.seq, c.detokenizer, c.logprobs = fresh.seq, fresh.detokenizer, fresh.logprobs
     c.cumulative_logprob, c.consumed, c.reported = 0.0, 0, 0
-    c.request.metrics = metrics

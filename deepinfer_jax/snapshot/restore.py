@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests import Completion
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.scheduler import Scheduler
-from deepinfer_jax.snapshot import files as snapshot_files
-from deepinfer_jax.snapshot import records as snapshot_state
-
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.snapshot import files, records
+from deepinfer_jax.snapshot.records import PageRecord, Place, SnapshotRecord
 
 
 def restore(engine: LLMEngine, folder: str | Path, step: int | None = None) -> list[str]:
@@ -33,44 +30,42 @@ def restore(engine: LLMEngine, folder: str | Path, step: int | None = None) -> l
     ValueError (an id is in use, a request does not fit this engine's limits or role). Then nothing
     has changed.
     """
-    own = snapshot_state.layout(engine)
+    own = engine.kv_identity()
 
-    def select(meta: dict[str, Any]) -> dict[str, Any]:
-        snapshot_state.check_layout(meta["layout"], own, f"snapshot {folder}")
-        if not engine.spans_processes:
-            return meta
-        placement = engine.runner.placement
-        return snapshot_state.share_of(
-            meta, len(engine.schedulers), placement.owners, jax.process_index()
-        )
+    def select(record: SnapshotRecord) -> SnapshotRecord:
+        record.check_identity(own, f"snapshot {folder}")
+        if not engine.boundary.spans_processes:
+            return record
+        owners = engine.runner.placement.owners
+        return records.share_of(record, len(engine.schedulers), owners, jax.process_index())
 
-    loaded = snapshot_files.load(folder, step, select)
-    return engine.at_step_boundary(lambda: put(engine, loaded))
+    loaded = files.load(folder, step, select)
+    return engine.boundary.run(lambda: put(engine, loaded))
 
 
-def put(engine: LLMEngine, loaded: snapshot_files.Snapshot) -> list[str]:
+def put(engine: LLMEngine, loaded: files.Snapshot) -> list[str]:
     """`restore` from memory, under the engine's lock."""
     engine.drain()  # forgets what has been aborted
-    meta = loaded.meta
-    taken = [r["request_id"] for r in meta["requests"] if engine.is_active(r["request_id"])]
+    record = loaded.record
+    taken = [r.request_id for r in record.requests if r.request_id in engine.live]
     if taken:
         raise ValueError(f"requests {taken} of the snapshot are already running here")
-    requests = [snapshot_state.load_request(engine, r) for r in meta["requests"]]
-    plan = _Plan(engine, meta["ranks"])
-    for request, record in zip(requests, meta["requests"], strict=True):
-        for c, values in zip(request.completions, record["completions"], strict=True):
-            if values["place"] is not None:
-                plan.add(c, values["place"])
+    requests = [records.load_request(engine, r) for r in record.requests]
+    plan = _Plan(engine, record.ranks)
+    for request, saved in zip(requests, record.requests, strict=True):
+        for c, completion in zip(request.completions, saved.completions, strict=True):
+            if completion.place is not None:
+                plan.add(c, completion.place)
     plan.place()
-    fresh = not engine._requests
+    fresh = not engine.live.requests
     plan.commit()
-    plan.commit_prefix(meta["prefix"])
+    plan.commit_prefix(record.prefix)
     plan.write(loaded.arrays)
     for request in requests:
         engine.adopt_request(request)
-    engine._undelivered += [snapshot_state.load_output(o) for o in meta["outputs"]]
+    engine.boundary.undelivered += record.outputs
     if fresh and jax.process_index() == 0:  # others would draw the same
-        engine._seeds.bit_generator.state = meta["seeds"]
+        engine.seeds.state = record.seeds
     return [r.request_id for r in requests]
 
 
@@ -140,16 +135,15 @@ class _Plan:
             for s in engine.schedulers
         ]
 
-    def add(self, c: Completion, place: dict[str, Any]) -> None:
-        order = (*place["order"], len(self.items))
+    def add(self, c: Completion, place: Place) -> None:
         item = _Item(
             c,
-            place["rows"],
-            place["num_cached"],
-            place["decoding"],
-            place["state_row"],
-            place["rank"],
-            order,
+            place.rows,
+            place.num_cached,
+            place.decoding,
+            place.state_row,
+            place.rank,
+            (*place.order, len(self.items)),
         )
         self._fit_role(item)
         self.items.append(item)
@@ -172,7 +166,7 @@ class _Plan:
                 " go on with it"
             )
         if item.decoding:
-            snapshot_state.rewind_prefill(self.engine, c)
+            records.rewind_prefill(self.engine, c)
             item.decoding, item.num_cached = False, c.seq.prompt_len - 1
             item.rows = item.rows[: self.ranks[0].s.config.pages(item.num_cached)]
 
@@ -233,38 +227,30 @@ class _Plan:
         if item.state_row is not None:
             rank.states.append((item.state_row, seq.state_id))
 
-    def commit_prefix(self, entries: list[list[Any]]) -> None:
+    def commit_prefix(self, pages: list[PageRecord]) -> None:
         """Makes what the prefix cache knew findable again, the most recently used pages first,
         while blocks last."""
         for rank, r in enumerate(self.ranks):
             if r.s.prefix.enabled:
-                mine = [e for e in entries if e[0] % len(self.ranks) == rank]
-                for source in {e[0] for e in mine}:
-                    self._restore_pages(r, [e for e in mine if e[0] == source])
+                mine = [p for p in pages if p.rank % len(self.ranks) == rank]
+                for source in {p.rank for p in mine}:
+                    self._restore_pages(r, [p for p in mine if p.rank == source])
 
-    def _restore_pages(self, r: _Rank, entries: list[list[Any]]) -> None:
-        by_node = {e[4]: e for e in entries}
+    def _restore_pages(self, r: _Rank, pages: list[PageRecord]) -> None:
+        by_node = {p.node: p for p in pages}
         nodes: dict[int, int] = {}  # node there -> node here
         inserted: dict[int, int] = {}  # row -> block, pinned until all are in
-        for entry in reversed(entries):
-            chain = []
-            while entry is not None and entry[4] not in nodes:
-                chain.append(entry)
-                entry = by_node.get(entry[2]) if isinstance(entry[2], int) else None
-            for _, row, parent, content, node in reversed(chain):
-                here = nodes.get(parent) if isinstance(parent, int) else parent
+        for page in reversed(pages):
+            for p in reversed(_unknown_chain(page, by_node, nodes)):
+                here = nodes.get(p.parent) if isinstance(p.parent, int) else p.parent
                 if here is None:
                     break  # the page before was evicted there: nobody could find this one
-                found = self._insert_page(r, row, here, bytes.fromhex(content), inserted)
+                found = self._insert_page(r, p.row, here, bytes.fromhex(p.content), inserted)
                 if found is None:
                     break
-                nodes[node] = found
-        for (
-            _,
-            row,
-            *_,
-        ) in entries:  # least recently used first: the order in which they may go again
-            block = inserted.pop(row, None)
+                nodes[p.node] = found
+        for page in pages:  # least recently used first: the order in which they may go again
+            block = inserted.pop(page.row, None)
             if block is not None:
                 r.s.blocks.unpin(np.array([block], np.int32))
 
@@ -303,6 +289,18 @@ class _Plan:
                     items.append((payload, ids[at : at + payload.count]))
                     at += payload.count
         mover.scatter(items)
+
+
+def _unknown_chain(
+    page: PageRecord, by_node: dict[int, PageRecord], known: dict[int, int]
+) -> list[PageRecord]:
+    """A page and those before it, the nearest first, up to one whose node is known."""
+    chain: list[PageRecord] = []
+    at: PageRecord | None = page
+    while at is not None and at.node not in known:
+        chain.append(at)
+        at = by_node.get(at.parent) if isinstance(at.parent, int) else None
+    return chain
 
 
 def _state_room(s: Scheduler) -> int:

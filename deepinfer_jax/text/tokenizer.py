@@ -215,6 +215,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     )
 
 
+def load_model_tokenizer(
+    model: Path, tokenizer_folder: Path
+) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """(tokenizer or None, EOS ids): the model folder's EOS ids, else the tokenizer's own."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    own = () if tokenizer is None else tokenizer.eos_token_ids
+    return tokenizer, load_eos_token_ids(model) or tuple(own)
+
+
 def load_eos_token_ids(path: str | Path) -> tuple[int, ...]:
     """EOS ids of a model folder: generation_config.json's (a number or a list), else config.json's;
     () where neither has any."""

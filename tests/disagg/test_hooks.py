@@ -39,7 +39,7 @@ def traced_engine(role: EngineType, **args) -> LLMEngine:
     cls = type(
         "Traced",
         (LLMEngine,),
-        {name: logging_hook(name) for name in HOOKS} | {"trace": [], "_copies_state": True},
+        {name: logging_hook(name) for name in HOOKS} | {"trace": [], "copies_state": True},
     )
     engine = cls(EngineArgs(LLAMA.path, engine_type=role, **(SMALL | {"warm_up": False} | args)))
     for name in ("dispatch_prefill", "dispatch_decode"):

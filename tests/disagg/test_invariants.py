@@ -108,7 +108,7 @@ def test_5_prompt_never_calls_finalize_seq(apart, monkeypatch):
 
 def test_6_copied_decode_state_is_synchronised_before_do_save_kvcache_reads_it():
     class Engine(LLMEngine):
-        _copies_state = True
+        copies_state = True
         copies: list = []  # noqa: RUF012
 
         def should_copy_state(self, seq):

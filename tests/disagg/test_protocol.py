@@ -19,12 +19,13 @@ from deepinfer_jax.disagg.protocol import (
     IllegalTransition,
     LayoutMismatch,
     Message,
-    RequestState,
     check_layouts,
     make_layout,
-    model_fingerprint,
 )
 from deepinfer_jax.disagg.sender import Sender
+from deepinfer_jax.engine.kv_identity import model_fingerprint
+from deepinfer_jax.engine.request_state import LogprobEntry, RequestState
+from deepinfer_jax.outputs import RequestMetrics
 from deepinfer_jax.scheduler import EngineType
 
 S = HandoffState
@@ -161,13 +162,13 @@ def test_fingerprints_tell_weights_and_configs_apart(tmp_path):
 
 def test_request_state_is_plain_values():
     state = RequestState(
-        "a@1",
-        [1, 2, 3],
-        {"max_tokens": 4},
-        2**63 + 1,
-        [5],
-        logprobs=[[[5, -0.25, 1, None]]],
-        metrics={"arrival_time": 1.5},
+        request_id="a@1",
+        prompt_token_ids=[1, 2, 3],
+        params={"max_tokens": 4},
+        seed=2**63 + 1,
+        output_token_ids=[5],
+        logprobs=[[LogprobEntry(5, -0.25, 1, None)]],
+        metrics=RequestMetrics(1.5),
     )
     assert RequestState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 

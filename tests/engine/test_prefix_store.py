@@ -17,6 +17,8 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.stats.prometheus import EngineCollector
 from deepinfer_jax.kv.store import entries
 from deepinfer_jax.kv.store_format import verify_file
+from deepinfer_jax.snapshot.job import take
+from deepinfer_jax.snapshot.restore import restore
 
 PROMPT = [3 + 7 * i % 490 for i in range(60)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -33,9 +35,9 @@ def generate(
         done |= {o.request_id: o for o in engine.step() if o.finished}
     engine.check_integrity()
     assert all(s.cache_usage == 0 for s in engine.schedulers)
-    if engine.kv is not None:
-        engine.kv.wait_saved()
-        assert engine.kv.loading == 0
+    if engine.prefix_store is not None:
+        engine.prefix_store.wait_saved()
+        assert engine.prefix_store.loading == 0
     return [
         (done[f"g{i}"].outputs[0].token_ids, done[f"g{i}"].num_cached_tokens)
         for i in range(len(prompts))
@@ -97,7 +99,7 @@ def test_whatever_is_wrong_with_a_file_the_tokens_are_the_same(plain, folder):
         )
     ):
         forget(engine)
-        engine.kv.store.disk._bad.clear()
+        engine.prefix_store.store.disk._bad.clear()
         for file in files:
             file.write_bytes(good[file])
         files[n].write_bytes(damage(good[files[n]]))
@@ -110,7 +112,7 @@ def test_whatever_is_wrong_with_a_file_the_tokens_are_the_same(plain, folder):
     for file, other in swapped.items():
         file.write_bytes(good[other])  # whole pages under wrong names
     forget(engine)
-    engine.kv.store.disk._bad.clear()
+    engine.prefix_store.store.disk._bad.clear()
     assert generate(engine, [PROMPT]) == [(expected, 0)]
     assert engine.stats()["kv_store"]["disk_foreign"] >= 1
     engine.close()
@@ -147,9 +149,9 @@ def test_others_run_while_a_prefix_is_read(plain, folder, monkeypatch):
     engine = engine_with(folder)
     generate(engine, [PROMPT])
     forget(engine)
-    go, real = threading.Event(), engine.kv.store.load
+    go, real = threading.Event(), engine.prefix_store.store.load
     monkeypatch.setattr(
-        engine.kv.store,
+        engine.prefix_store.store,
         "load",
         lambda prefix: (go.wait(20) if len(prefix.keys) > 5 else None, real(prefix))[1],
     )
@@ -159,7 +161,9 @@ def test_others_run_while_a_prefix_is_read(plain, folder, monkeypatch):
     done = []
     while "quick" not in done:
         done += [o.request_id for o in engine.step() if o.finished]
-    assert done == ["quick"] and engine.kv.loading == 2 and engine.has_unfinished_requests()
+    assert (
+        done == ["quick"] and engine.prefix_store.loading == 2 and engine.has_unfinished_requests()
+    )
     engine.abort_request("aborted")
     engine.check_integrity()
     go.set()
@@ -177,13 +181,15 @@ def test_a_snapshot_while_a_prefix_is_read(plain, folder, tmp_path, monkeypatch)
     engine = engine_with(folder)
     generate(engine, [PROMPT])
     forget(engine)
-    go, real = threading.Event(), engine.kv.store.load
-    monkeypatch.setattr(engine.kv.store, "load", lambda prefix: (go.wait(20), real(prefix))[1])
+    go, real = threading.Event(), engine.prefix_store.store.load
+    monkeypatch.setattr(
+        engine.prefix_store.store, "load", lambda prefix: (go.wait(20), real(prefix))[1]
+    )
     engine.add_request("slow", PROMPT, GREEDY)
     engine.step()
-    engine.snapshot(tmp_path / "snap").wait(60)
+    take(engine, tmp_path / "snap").wait(60)
     expected = generate(plain, [PROMPT])[0][0]
-    assert plain.restore(tmp_path / "snap") == ["slow"]
+    assert restore(plain, tmp_path / "snap") == ["slow"]
     go.set()
     for e in (engine, plain):
         outputs = []

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_jax import EngineArgs, SamplingParams
+from deepinfer_jax.engine.kv_identity import KVIdentity
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.engine.request_state import RequestState
+from deepinfer_jax.outputs import RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind
+from deepinfer_jax.snapshot.records import CompletionRecord, Place, RequestRecord, SnapshotRecord
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TINY = {
@@ -39,6 +42,34 @@ def tiny_engine(
     name: str = "llama", cls: type = LLMEngine, devices: Any = None, **changes: Any
 ) -> LLMEngine:
     return cls(EngineArgs(str(GOLDEN / name), **(TINY | changes)), devices=devices)
+
+
+def empty_record(**fields: Any) -> SnapshotRecord:
+    """A snapshot's record of an engine without requests; `fields` replace parts of it."""
+    identity = KVIdentity(
+        model="m", dtype="float32", quantization=None, load_format="auto", block_size=8, caches={}
+    )
+    empty = {"requests": [], "outputs": [], "prefix": [], "seeds": {}, "ranks": 2}
+    return SnapshotRecord(
+        **{"identity": identity, "role": "NORMAL", "created": 0.0, **empty, **fields}
+    )
+
+
+def request_record(request_id: str, place: Place | None, arrival: float = 0.0) -> RequestRecord:
+    """A request of one completion without tokens."""
+    state = RequestState(
+        request_id=request_id,
+        prompt_token_ids=[1],
+        params={},
+        seed=0,
+        metrics=RequestMetrics(arrival),
+    )
+    return RequestRecord(
+        request_id=request_id,
+        prompt=None,
+        params={},
+        completions=[CompletionRecord(index=0, state=state, place=place)],
+    )
 
 
 def random_requests(rng: random.Random, count: int) -> list[tuple[str, list[int], SamplingParams]]:

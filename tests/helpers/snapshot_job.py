@@ -17,6 +17,8 @@ from snapshot_cases import GOLDEN, PROMPTS, SAMPLED, TINY
 from deepinfer_jax.launch.common import LaunchArgs, build_engine
 from deepinfer_jax.launch.processes import join_job
 from deepinfer_jax.scheduler.roles import EngineType
+from deepinfer_jax.snapshot.job import take
+from deepinfer_jax.snapshot.restore import restore
 
 
 def rounds(engine, group):
@@ -48,9 +50,9 @@ def main(port: str, process: int, model: str, ranks: int, folder: str, what: str
     engine = build_engine(EngineType.NORMAL, values, job)
     engine.ensure_mover()
     # snapshot() is called by the thread that steps: the other process would wait for the compiler
-    engine.compile_copies()
+    engine.runner.compile_missing("gather")
     if what == "restore":
-        ids = engine.restore(folder)
+        ids = restore(engine, folder)
     else:
         for i, prompt in enumerate(PROMPTS[process::2]):
             engine.add_request(str(process + 2 * i), prompt, SAMPLED)
@@ -60,7 +62,7 @@ def main(port: str, process: int, model: str, ranks: int, folder: str, what: str
         if (
             what == "snapshot" and step == 3 + 4 * process
         ):  # not at the same time: the moment is agreed upon
-            saved = engine.snapshot(folder)
+            saved = take(engine, folder)
     if what == "restore":
         assert sorted(done) == sorted(ids)
         engine.check_integrity()

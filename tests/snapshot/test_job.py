@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from deployment import Deployment, free_port
-from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
+from snapshot_cases import (
+    PROMPTS,
+    SAMPLED,
+    complete,
+    empty_record,
+    request_record,
+    tiny_engine,
+)
 
 from deepinfer_jax import LLM
-from deepinfer_jax.snapshot import records as snapshot_state
+from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.snapshot.files import PARTS, Share, Snapshot, SnapshotError, load, write_share
+from deepinfer_jax.snapshot.records import PageRecord, Place, share_of
+from deepinfer_jax.snapshot.restore import restore
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 
@@ -25,20 +36,9 @@ HELPERS = Path(__file__).parent.parent / "helpers"
 
 
 def part(process: int, value: float) -> Snapshot:
-    place = {"rank": 0, "rows": [0, 1], "state_row": None}
-    state = {"metrics": {"arrival_time": float(-process)}}
-    request = {"request_id": str(process), "completions": [{"place": place, "state": state}]}
-    prefix = [[0, 1, "", "", 7]]
-    meta = {
-        "layout": {},
-        "role": "NORMAL",
-        "created": 0.0,
-        "requests": [request],
-        "outputs": [],
-        "prefix": prefix,
-        "ranks": 2,
-    }
-    return Snapshot(meta, {"blocks": {"k": np.full((2 + process, 1, 3), value, np.float32)}})
+    request = request_record(str(process), Place(rows=[0, 1]), arrival=float(-process))
+    record = empty_record(requests=[request], prefix=[PageRecord(0, 1, "", "", 7)])
+    return Snapshot(record, {"blocks": {"k": np.full((2 + process, 1, 3), value, np.float32)}})
 
 
 def write_all(folder, key, values, timeout=60.0):
@@ -66,12 +66,10 @@ def write_all(folder, key, values, timeout=60.0):
 def test_parts_become_one_snapshot_or_none(tmp_path):
     assert write_all(tmp_path, 11, [1.0, 2.0]) == [1, 1]
     whole = load(tmp_path)
-    assert whole.meta["ranks"] == 4 and [r["request_id"] for r in whole.meta["requests"]] == [
-        "1",
-        "0",
-    ]  # by arrival
-    assert [p["rows"] for p in snapshot_state.places(whole.meta)] == [[2, 3], [0, 1]]
-    assert whole.meta["prefix"] == [[0, 1, "", "", 7], [2, 3, "", "", 7]]
+    assert whole.record.ranks == 4
+    assert [r.request_id for r in whole.record.requests] == ["1", "0"]  # by arrival
+    assert [p.rows for p in whole.record.places] == [[2, 3], [0, 1]]
+    assert whole.record.prefix == [PageRecord(0, 1, "", "", 7), PageRecord(2, 3, "", "", 7)]
     np.testing.assert_array_equal(whole.arrays["blocks"]["k"][:, 0, 0], [1, 1, 2, 2, 2])
     waiting, _ = write_all(
         tmp_path, 12, [3.0, None], timeout=0.3
@@ -102,11 +100,10 @@ def test_a_process_reads_the_parts_it_needs_and_names_a_damaged_one(tmp_path):
     damaged = tmp_path / PARTS / "11" / "1.safetensors"
     good = damaged.read_bytes()
     damaged.write_bytes(good[:-3] + bytes([good[-3] ^ 1]) + good[-2:])
-    mine = lambda meta: snapshot_state.share_of(meta, 2, [0, 0, 1, 1], 0)  # noqa: E731
+    mine = partial(share_of, ranks=2, owners=[0, 0, 1, 1], process=0)
     loaded = load(tmp_path, select=mine)
-    assert [r["request_id"] for r in loaded.meta["requests"]] == ["0"] and loaded.arrays["blocks"][
-        "k"
-    ][1, 0, 0] == 1.0
+    assert [r.request_id for r in loaded.record.requests] == ["0"]
+    assert loaded.arrays["blocks"]["k"][1, 0, 0] == 1.0
     with pytest.raises(
         SnapshotError, match=f"{damaged} is damaged: .*'blocks/k' differs from its checksum"
     ):
@@ -125,39 +122,23 @@ def test_everything_goes_to_exactly_one_process():
         (2, [0, 0, 1, 1]),
     ):
         requests = [
-            {
-                "request_id": str(i),
-                "completions": [
-                    {
-                        "place": None
-                        if i == 5
-                        else {"rank": i % ranks, "rows": [], "state_row": None}
-                    }
-                ],
-            }
-            for i in range(12)
+            request_record(str(i), None if i == 5 else Place(rank=i % ranks)) for i in range(12)
         ]
-        outputs = [{"request_id": i} for i in ("3", "5", "ended")]
-        meta = {
-            "requests": requests,
-            "outputs": outputs,
-            "prefix": [[r, r, "", "", 1] for r in range(ranks)],
-            "ranks": ranks,
-        }
+        outputs = [RequestOutput(i, None, []) for i in ("3", "5", "ended")]
+        prefix = [PageRecord(r, r, "", "", 1) for r in range(ranks)]
+        whole = empty_record(requests=requests, outputs=outputs, prefix=prefix, ranks=ranks)
         shares = [
-            snapshot_state.share_of(json.loads(json.dumps(meta)), owners.count(p), owners, p)
+            share_of(copy.deepcopy(whole), owners.count(p), owners, p)
             for p in range(len(set(owners)))
         ]
-        assert sorted((r["request_id"] for s in shares for r in s["requests"]), key=int) == [
-            str(i) for i in range(12)
-        ]
-        assert sorted(o["request_id"] for s in shares for o in s["outputs"]) == ["3", "5", "ended"]
-        assert sorted(row for s in shares for _, row, *_ in s["prefix"]) == list(range(ranks))
-        for p, s in enumerate(shares):
-            assert all(place["rank"] < owners.count(p) for place in snapshot_state.places(s))
-            assert len({r for r, *_ in s["prefix"]}) == len(
-                s["prefix"]
-            )  # sources stay apart: their nodes have the same numbers
+        ids = sorted((r.request_id for s in shares for r in s.requests), key=int)
+        assert ids == [str(i) for i in range(12)]
+        assert sorted(o.request_id for s in shares for o in s.outputs) == ["3", "5", "ended"]
+        assert sorted(p.row for s in shares for p in s.prefix) == list(range(ranks))
+        for process, s in enumerate(shares):
+            assert all(place.rank < owners.count(process) for place in s.places)
+            # sources stay apart: their nodes have the same numbers
+            assert len({p.rank for p in s.prefix}) == len(s.prefix)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -202,7 +183,7 @@ def test_two_processes_go_on_as_one_and_as_two_others(tmp_path):
         assert answers(processes) == [1, 1]
     finally:
         kill(processes)
-    saved = one.restore(tmp_path)
+    saved = restore(one, tmp_path)
     assert set(saved) == set(expected)
     assert complete(one) == expected
     processes = start(tmp_path, "restore", 2)  # one rank each instead of two
@@ -232,7 +213,7 @@ def test_sigterm_of_an_engine_behind_a_router(tmp_path):
             process.signal(15)
             assert process.wait(60) == -15
     one = tiny_engine(**sizes)
-    one.restore(tmp_path / "saved")
+    restore(one, tmp_path / "saved")
     rest = []
     while one.has_unfinished_requests():
         rest += [

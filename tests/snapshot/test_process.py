@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
+from snapshot_cases import PROMPTS, SAMPLED, complete, empty_record, tiny_engine
 
 from deepinfer_jax import LLM, EngineType
 from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
 from deepinfer_jax.snapshot.files import Snapshot, SnapshotError, load, write
+from deepinfer_jax.snapshot.job import take
 from deepinfer_jax.snapshot.records import SnapshotMismatch
+from deepinfer_jax.snapshot.restore import restore
 
 
 def server(folder: Path, body: str, **engine: object) -> subprocess.Popen:
@@ -28,6 +30,7 @@ import os, signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent.parent / "helpers")!r})
 from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
 from deepinfer_jax import SamplingParams
+from deepinfer_jax.snapshot.job import snapshot_on_sigterm, take
 engine = tiny_engine(**{engine!r})
 params = SamplingParams(
     max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True
@@ -56,20 +59,20 @@ def expected(engine):
 
 @pytest.mark.parametrize("zos", [False, True])
 def test_kill_9_and_restore_in_another_process(zos, engine, expected, tmp_path):
-    body = "engine.snapshot(folder).wait()\nprint('saved', flush=True)\nwhile True: engine.step()"
+    body = "take(engine, folder).wait()\nprint('saved', flush=True)\nwhile True: engine.step()"
     process = server(tmp_path, body, zero_overhead_scheduling=zos)
     assert process.stdout.readline() == "saved\n", process.communicate()
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert engine.restore(tmp_path) == sorted(expected)
+    assert restore(engine, tmp_path) == sorted(expected)
     assert complete(engine) == expected
 
 
 def test_killed_while_it_writes(engine, expected, tmp_path):
     """The second snapshot is killed at some point: the first or the second is there, whole."""
     body = (
-        "engine.snapshot(folder).wait()\nprint('saved', flush=True)\n"
-        "while True:\n    engine.step()\n    engine.snapshot(folder)\n"
+        "take(engine, folder).wait()\nprint('saved', flush=True)\n"
+        "while True:\n    engine.step()\n    take(engine, folder)\n"
         "    if not engine.has_unfinished_requests(): engine.add_request('x', [5] * 9, params)"
     )
     for delay in (0.0, 0.05, 0.12):
@@ -80,24 +83,25 @@ def test_killed_while_it_writes(engine, expected, tmp_path):
             pass
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        ids = engine.restore(tmp_path / str(delay))
+        ids = restore(engine, tmp_path / str(delay))
         done = complete(engine)
         assert ids and all(done[i] == expected[i] for i in ids if i in expected)
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
-    snapshot = Snapshot({}, {"blocks": {"k": np.zeros((2, 1, 3), np.float32)}})
+    record = empty_record()
+    snapshot = Snapshot(record, {"blocks": {"k": np.zeros((2, 1, 3), np.float32)}})
     assert write(snapshot, tmp_path) == 1
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp-123")
-    assert load(tmp_path, 1).meta == {} and write(snapshot, tmp_path) == 2
+    assert load(tmp_path, 1).record == record and write(snapshot, tmp_path) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_sigterm_saves_before_it_ends_the_process(engine, expected, tmp_path):
     body = (
-        "engine.snapshot_on_sigterm(folder)\nprint('serving', flush=True)\nwhile True:"
-        " engine.step() or time.sleep(0.001)"
+        "snapshot_on_sigterm(lambda f: take(engine, f), folder)\nprint('serving', flush=True)\n"
+        "while True: engine.step() or time.sleep(0.001)"
     )
     process = server(tmp_path, body)
     assert process.stdout.readline() == "serving\n", process.communicate()
@@ -109,7 +113,7 @@ def test_sigterm_saves_before_it_ends_the_process(engine, expected, tmp_path):
 
 
 def run_restored(engine, folder):
-    engine.restore(folder)
+    restore(engine, folder)
     return complete(engine)
 
 
@@ -126,13 +130,13 @@ def test_a_busy_loop_of_steps_lets_snapshots_in(engine, tmp_path):
     thread = threading.Thread(target=loop)
     thread.start()
     try:
-        jobs = [engine.snapshot(tmp_path) for _ in range(3)]
+        jobs = [take(engine, tmp_path) for _ in range(3)]
         assert [job.wait(60) for job in jobs] == [1, 2, 3]
     finally:
         stop.set()
         thread.join()
     with pytest.raises(SnapshotError, match="no complete snapshot 1"):
-        engine.restore(tmp_path, step=1)  # two are kept
+        restore(engine, tmp_path, step=1)  # two are kept
     complete(engine)
 
 
@@ -155,26 +159,26 @@ def test_roles(engine, expected, tmp_path):
         engine.step()
     for _ in range(8):
         engine.step()
-    engine.snapshot(tmp_path / "decoding").wait(60)
+    take(engine, tmp_path / "decoding").wait(60)
     complete(engine)
-    completion.restore(tmp_path / "decoding")
+    restore(completion, tmp_path / "decoding")
     for _ in range(4):
         completion.step()
-    completion.snapshot(tmp_path / "completion").wait(60)
+    take(completion, tmp_path / "completion").wait(60)
     assert complete(completion) == {k: expected[k] for k in "012"}
     assert run_restored(engine, tmp_path / "completion") == {k: expected[k] for k in "012"}
     prompt.start_hand_over("P", None)
     with pytest.raises(ValueError, match="decodes already"):
-        prompt.restore(tmp_path / "decoding")
+        restore(prompt, tmp_path / "decoding")
     engine.add_request("w", PROMPTS[0], SAMPLED)
-    engine.snapshot(tmp_path / "waiting").wait(60)
+    take(engine, tmp_path / "waiting").wait(60)
     complete(engine)
     with pytest.raises(ValueError, match="'w' is not prefilled: a COMPLETION engine"):
-        completion.restore(tmp_path / "waiting")
+        restore(completion, tmp_path / "waiting")
     assert not list(completion.schedulers[0].sequences)
-    assert prompt.restore(tmp_path / "waiting") == ["w"]
+    assert restore(prompt, tmp_path / "waiting") == ["w"]
     assert prompt.is_active("w") and prompt.schedulers[0].num_waiting == 1
-    prompt.snapshot(tmp_path / "prompt").wait(60)
+    take(prompt, tmp_path / "prompt").wait(60)
     assert run_restored(engine, tmp_path / "prompt") == {"w": expected["0"]}
 
 
@@ -183,34 +187,35 @@ def test_a_prefilled_request_of_a_prompt_engine_is_computed_again_from_its_last_
 ):
     engine.add_request("0", PROMPTS[0], SAMPLED)
     while (
-        engine._completions and next(iter(engine._completions.values())).seq.num_output_tokens != 1
+        engine.live.completions
+        and next(iter(engine.live.completions.values())).seq.num_output_tokens != 1
     ):
         engine.step()
-    engine.snapshot(tmp_path).wait(60)
+    take(engine, tmp_path).wait(60)
     complete(engine)
     prompt = tiny_engine(
         cls=PromptEngine, engine_type=EngineType.PROMPT, decode_buckets=None, num_blocks=60
     )
     prompt.start_hand_over("P", None)
-    prompt.restore(tmp_path)
-    (c,) = prompt._completions.values()
+    restore(prompt, tmp_path)
+    (c,) = prompt.live.completions.values()
     assert (c.seq.num_output_tokens, c.seq.num_cached, c.seq.num_blocks) == (
         0,
         len(PROMPTS[0]) - 1,
         3,
     )
-    prompt.snapshot(tmp_path).wait(60)
+    take(prompt, tmp_path).wait(60)
     assert run_restored(engine, tmp_path)["0"] == expected["0"]
 
 
 def test_refusals(engine, tmp_path):
     with pytest.raises(SnapshotError, match="no such folder"):
-        engine.restore(tmp_path / "none")
+        restore(engine, tmp_path / "none")
     engine.add_request("a", PROMPTS[0], SAMPLED)
     engine.step()
-    engine.snapshot(tmp_path / "s").wait(60)
+    take(engine, tmp_path / "s").wait(60)
     with pytest.raises(ValueError, match=r"\['a'\] of the snapshot are already running"):
-        engine.restore(tmp_path / "s")
+        restore(engine, tmp_path / "s")
     complete(engine)
     for changes, message in (
         ({"block_size": 4, "num_blocks": 100}, "block_size: 8 there, 4 here"),
@@ -223,7 +228,7 @@ def test_refusals(engine, tmp_path):
     ):
         other = tiny_engine(**changes)
         with pytest.raises(ValueError, match=message) as caught:
-            other.restore(tmp_path / "s")
+            restore(other, tmp_path / "s")
         assert isinstance(caught.value, SnapshotMismatch) or "max_model_len" in message
         assert not other.has_unfinished_requests()
 
@@ -231,7 +236,7 @@ def test_refusals(engine, tmp_path):
 def test_a_damaged_snapshot_is_refused(engine, tmp_path):
     engine.add_request("a", PROMPTS[1], SAMPLED)
     engine.step()
-    engine.snapshot(tmp_path).wait(60)
+    take(engine, tmp_path).wait(60)
     complete(engine)
     files = sorted(
         f for f in (tmp_path / "1").rglob("*") if f.is_file() and f.stat().st_size > 1000
@@ -242,7 +247,7 @@ def test_a_damaged_snapshot_is_refused(engine, tmp_path):
         for at in range(len(good) // 3, len(good), len(good) // 3):
             file.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
             try:
-                engine.restore(tmp_path)
+                restore(engine, tmp_path)
             except SnapshotError as error:
                 assert "damaged" in str(error)
             else:  # a byte that nothing depends on

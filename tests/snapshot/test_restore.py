@@ -15,8 +15,9 @@ from snapshot_cases import Collector, assert_same, random_requests, run, tiny_en
 
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.snapshot import job as snapshot
-from deepinfer_jax.snapshot import records as snapshot_state
 from deepinfer_jax.snapshot import restore as snapshot_resume
+from deepinfer_jax.snapshot.job import take
+from deepinfer_jax.snapshot.restore import restore
 
 TRIALS = (20, 60, 60, 60)
 """Per target: 200 in all. Steps over eight devices on two cores take several times as long as
@@ -57,7 +58,7 @@ def start(engine, rng, count):
 
 
 def drop_everything(engine):
-    engine.abort_request(list(engine._requests))
+    engine.abort_request(list(engine.live.requests))
     while engine.has_unfinished_requests():
         engine.step()
     engine.check_integrity()
@@ -71,25 +72,24 @@ def trial(number, source, target, folder=None):
     before = Collector()
     run(source, before, kinds, rng.randrange(0, 30))
     if folder is None:
-        own = snapshot_state.layout(source)
-        captured = source.at_step_boundary(lambda: snapshot.capture(source, own))
+        captured = source.boundary.run(lambda: snapshot.capture(source))
     else:
-        job = source.snapshot(folder)
+        job = take(source, folder)
     after = before.copy()
     if folder is None:
         for _ in range(
             rng.randrange(4)
         ):  # blocks are copied while they are overwritten, freed and found again
             run(source, after, kinds, rng.randrange(1, 6))
-            source.at_step_boundary(captured.copies[0]._slice)
+            source.boundary.run(captured.copies[0].copy_slice)
         run(source, after, kinds, rng.choice((0, 3, None)))
         loaded = captured.to_host()
     run(source, after, kinds)  # serving goes on; nothing of it is in the snapshot
     if folder is None:
-        target.at_step_boundary(lambda: snapshot_resume.put(target, loaded))
+        target.boundary.run(lambda: snapshot_resume.put(target, loaded))
     else:
         job.wait(60)
-        target.restore(folder)
+        restore(target, folder)
     target.check_integrity()
     run(target, before, kinds)
     assert_same(before, after)
@@ -132,8 +132,7 @@ def test_no_hold_copies_more_than_a_few_blocks(sources, targets, monkeypatch):
     before = Collector()
     while source.schedulers[0].num_running < 3:
         run(source, before, kinds, 1)
-    layout = snapshot_state.layout(source)
-    captured = source.at_step_boundary(lambda: snapshot.capture(source, layout))
+    captured = source.boundary.run(lambda: snapshot.capture(source))
     (copy,) = captured.copies
     copy.share = 0.0  # the smallest slices
     assert sum(log) <= 4 and len(copy.rows["blocks"]) > 20
@@ -141,12 +140,12 @@ def test_no_hold_copies_more_than_a_few_blocks(sources, targets, monkeypatch):
     while more:
         run(source, after, kinds, 1)
         log.clear()
-        more = source.at_step_boundary(copy._slice)
+        more = source.boundary.run(copy.copy_slice)
         assert sum(log) <= mover.buckets[0]
         slices += 1
     assert slices >= 3
     loaded = captured.to_host()
     run(source, after, kinds)
-    target.at_step_boundary(lambda: snapshot_resume.put(target, loaded))
+    target.boundary.run(lambda: snapshot_resume.put(target, loaded))
     run(target, before, kinds)
     assert_same(before, after)

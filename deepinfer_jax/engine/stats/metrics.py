@@ -7,19 +7,17 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deepinfer_jax import environ
+from deepinfer_jax.engine.requests import Request
 from deepinfer_jax.engine.stats.histogram import Histogram
+from deepinfer_jax.engine.stats.source import StatsSource
 from deepinfer_jax.runner.compile_watch import compile_watch
+from deepinfer_jax.runner.model_runner import InFlight
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
-
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
-    from deepinfer_jax.engine.requests import Request
-    from deepinfer_jax.runner.model_runner import InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +91,7 @@ class EngineStats:
     """Totals, recent step records, histograms and the periodic log line of one engine. Reads host
     clocks, waits for nothing."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: StatsSource) -> None:
         self._engine = engine
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self.totals = dict.fromkeys(TOTALS, 0)
@@ -114,6 +112,10 @@ class EngineStats:
             else max(1, steps // engine.policy.logging_interval_divisor)
         )
         self._logged = (time.perf_counter(), dict(self.totals))
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
 
     # ---- what the engine reports -----------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class EngineStats:
             "step_seconds": {kind: h.summary() for kind, h in self.step_seconds.items()},
             "host_seconds": {kind: h.summary() for kind, h in self.host_seconds.items()},
             "device_idle_seconds": self.device_idle.summary(),
-            **({} if e.kv is None else {"kv_store": e.kv.stats()}),
+            **({} if e.prefix_store is None else {"kv_store": e.prefix_store.stats()}),
             "last_steps": [asdict(r) for r in list(self.records)[-5:]],
         }
 

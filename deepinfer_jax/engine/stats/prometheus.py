@@ -4,7 +4,7 @@ nothing for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
@@ -16,9 +16,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from deepinfer_jax.engine.stats.histogram import Histogram
-
-if TYPE_CHECKING:
-    from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.engine.stats.metrics import EngineStats
+from deepinfer_jax.engine.stats.source import StatsSource
 
 PREFIX = "deepinfer_"
 LABELS = ("model_name", "engine")
@@ -30,11 +29,17 @@ KV_GAUGES = {
 }
 
 
+class MeasuredEngine(StatsSource, Protocol):
+    """An engine with its statistics."""
+
+    stats_log: EngineStats
+
+
 class EngineCollector(Collector):
     """Turns an engine's statistics into metric families, labelled with the served model's name and
     the engine's."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
         self._labels = [engine.args.served_model_name, engine.name]
 
@@ -95,8 +100,8 @@ class EngineCollector(Collector):
             max(s.cache_usage for s in schedulers),
         )
         yield self._gauge("cache_blocks", "blocks per rank", self._engine.runner.num_blocks)
-        if self._engine.kv is not None:
-            pages = self._engine.kv.stats()
+        if self._engine.prefix_store is not None:
+            pages = self._engine.prefix_store.stats()
             for name in KV_GAUGES.keys() & pages.keys():
                 yield self._gauge(f"kv_store_{name}", KV_GAUGES[name], float(pages.pop(name)))
             yield self._counters(
@@ -156,7 +161,7 @@ class MetricsServer:
     """http://<host>:<port>/metrics of one engine, on a daemon thread, from a registry
     of its own."""
 
-    def __init__(self, engine: LLMEngine, host: str, port: int) -> None:
+    def __init__(self, engine: MeasuredEngine, host: str, port: int) -> None:
         """port 0 takes any free one. OSError, naming the address, if it cannot be bound."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineCollector(engine))
