@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -383,7 +384,7 @@ class LLMEngine:
     def forget_request(self, request: Request) -> None:
         """A request's last output is about to be returned."""
         self.live.forget(request)
-        self.stats_log.finished(request)
+        self.stats_log.finished(c.finish_reason for c in request.completions)
 
     # ---- hooks: names, order and meaning of the reference ----------------------------------------
 
@@ -488,18 +489,18 @@ class LLMEngine:
         """Counters and recent step records, as plain values."""
         return self.stats_log.summary()
 
-    def start_profile(self, folder: str, num_steps: int | None = None) -> None:
+    def start_profile(self, folder: str | Path, num_steps: int | None = None) -> None:
         """Traces the next steps with jax.profiler into `folder` (TensorBoard, Perfetto),
         `num_steps` of them or until stop_profile.
 
         RuntimeError if a trace is running already.
         """
-        with self._lock:
+        with self.lock:
             self.profiler.start(folder, num_steps)
 
     def stop_profile(self) -> None:
         """Ends a trace and writes it; does nothing if none is running."""
-        with self._lock:
+        with self.lock:
             self.profiler.stop()
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
 """What an engine counts and shows: metrics, histograms, Prometheus, profiles.
 
-Imports: runner, scheduler, environ.
+Imports: runner, scheduler, config, environ.
 """

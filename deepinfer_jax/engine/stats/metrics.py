@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from deepinfer_jax import environ
-from deepinfer_jax.engine.requests import Request
 from deepinfer_jax.engine.stats.histogram import Histogram
 from deepinfer_jax.engine.stats.source import StatsSource
 from deepinfer_jax.runner.compile_watch import compile_watch
@@ -167,12 +167,11 @@ class EngineStats:
         """A request got its first token this long after its arrival."""
         self.ttft.observe(seconds)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, reasons: Iterable[str | None]) -> None:
+        """A request is answered; why each of its completions ended."""
         self.totals["requests_finished"] += 1
-        for c in request.completions:
-            self.finish_reasons[str(c.finish_reason)] = (
-                self.finish_reasons.get(str(c.finish_reason), 0) + 1
-            )
+        for reason in map(str, reasons):
+            self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
 
     # ---- what others read ------------------------------------------------------------------------
 
