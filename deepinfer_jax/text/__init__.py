@@ -1,4 +1,4 @@
 """Text and token ids: tokenizer, chat template, detokenizer.
 
-Imports: outputs, sampling_params.
+Imports: model_files, outputs, sampling_params.
 """

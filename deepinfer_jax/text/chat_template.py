@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax.model_files import CheckpointError
 from deepinfer_jax.text.chat_messages import OpenEnd, plain, template_messages
 from deepinfer_jax.text.template_renderer import RENDERER, TemplateFailure
 from deepinfer_jax.text.tool_schema import tool_schemas
@@ -84,7 +85,7 @@ def _documents(documents: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Template name -> source: chat_template.jinja(2) wins over tokenizer_config.json; named ones
-    are added from both places. Raises ValueError naming a file that cannot be read."""
+    are added from both places. Raises CheckpointError naming a file that cannot be read."""
     templates: dict[str, str] = {}
     saved = tokenizer_config.get("chat_template")
     where = folder / "tokenizer_config.json"
@@ -94,7 +95,7 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
         for entry in saved:
             templates.update([_named_template(entry, where)])
     elif saved is not None:
-        raise ValueError(f"{where}: chat_template must be text or a list, got {saved!r}")
+        raise CheckpointError(f"{where}: chat_template must be text or a list, got {saved!r}")
     for file in _TEMPLATE_FILES:
         if (folder / file).is_file():
             templates["default"] = _read_text(folder / file)
@@ -108,7 +109,7 @@ def _named_template(entry: Any, where: Path) -> tuple[str, str]:
     named = entry if isinstance(entry, Mapping) else {}
     name, source = named.get("name"), named.get("template")
     if not isinstance(name, str) or not isinstance(source, str):
-        raise ValueError(
+        raise CheckpointError(
             f"{where}: an entry of chat_template must have a name and a template, got {entry!r}"
         )
     return name, source
@@ -118,4 +119,4 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8: {error}") from error
+        raise CheckpointError(f"{file} is not UTF-8: {error}") from error

@@ -1,5 +1,4 @@
-"""Text to token ids and back, from the files of a Hugging Face folder: tokenizer.json,
-tokenizer_config.json, chat template."""
+"""Text to token ids and back, from the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,17 +10,9 @@ from typing import Any
 
 import tokenizers
 
+from deepinfer_jax.model_files import CheckpointError, read_json_if_there
 from deepinfer_jax.text.chat_template import ChatTemplate, load_chat_templates
-
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+from deepinfer_jax.text.tokenizer_files import read_tokenizer
 
 
 class Tokenizer:
@@ -38,19 +29,18 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         *,
-        config: Mapping[str, Any] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
         name: str = "tokenizer",
     ) -> None:
         self.backend = backend
         self.name = name
-        config = dict(config or {})
         # Padding or truncation saved in tokenizer.json is about training batches; it would alter
         # prompts silently.
         backend.no_truncation()
         backend.no_padding()
-        self.special_tokens = _special_tokens(config)
+        self.special_tokens = dict(special_tokens or {})
         self.special_ids = frozenset(
             i for i, t in backend.get_added_tokens_decoder().items() if t.special
         )
@@ -59,7 +49,6 @@ class Tokenizer:
         own_eos = self._special_id("eos_token")
         self.eos_token_ids = tuple(eos_token_ids) or (() if own_eos is None else (own_eos,))
         self.token_texts: dict[int, str | None] = {}
-        self._add_bos = self._bos_correction(config.get("add_bos_token"))
         self.chat_templates = {
             k: ChatTemplate(v, f"{name}: chat template {k!r}")
             for k, v in (chat_templates or {}).items()
@@ -85,18 +74,15 @@ class Tokenizer:
         return json.loads(self.backend.to_str()).get("decoder")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; add_special_tokens adds BOS where the checkpoint's configuration
-        does."""
-        return self._with_bos(
-            self.backend.encode(text, add_special_tokens=add_special_tokens).ids, add_special_tokens
-        )
+        """Token ids of a text; add_special_tokens adds BOS where the tokenizer's files say so."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel threads."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [self._with_bos(e.ids, add_special_tokens) for e in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 becomes U+FFFD, ids past the vocabulary
@@ -158,24 +144,6 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
 
-    def _bos_correction(self, wanted: bool | None) -> bool | None:
-        """True: put BOS in front; False: take it away; None: tokenizer.json's own post-processor is
-        right.
-
-        Some checkpoints say add_bos_token in tokenizer_config.json while tokenizer.json's
-        post-processor does otherwise; the configuration wins, as it does in transformers.
-        """
-        if wanted is None or self.bos_token_id is None:
-            return None
-        ids = self.backend.encode("a", add_special_tokens=True).ids
-        present = bool(ids) and ids[0] == self.bos_token_id
-        return None if present == bool(wanted) else bool(wanted)
-
-    def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
-        if not add_special_tokens or self._add_bos is None:
-            return ids
-        return [self.bos_token_id, *ids] if self._add_bos else ids[1:]
-
 
 def _template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is None:
@@ -189,27 +157,20 @@ def _template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
     """The tokenizer of a model folder (or of the folder of a tokenizer.json); None where there is
-    no tokenizer.json.
+    none.
 
-    Raises ValueError that names the file which cannot be read.
+    Raises CheckpointError, a ValueError, that names the file which cannot be read.
     """
     folder = Path(path)
     if folder.name == "tokenizer.json":
         folder = folder.parent
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    files = read_tokenizer(folder)
+    if files is None:
         return None
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust side raises plain Exception whatever is wrong
-        raise ValueError(f"cannot read tokenizer {file}: {error}") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    for name, value in _read_json(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
     return Tokenizer(
-        backend,
-        config=config,
-        chat_templates=load_chat_templates(folder, config),
+        files.backend,
+        special_tokens=files.special,
+        chat_templates=load_chat_templates(folder, files.config),
         eos_token_ids=load_eos_token_ids(folder),
         name=str(folder),
     )
@@ -227,41 +188,19 @@ def load_model_tokenizer(
 def load_eos_token_ids(path: str | Path) -> tuple[int, ...]:
     """EOS ids of a model folder: generation_config.json's (a number or a list), else config.json's;
     () where neither has any."""
-    for file in ("generation_config.json", "config.json"):
-        config = _read_json(Path(path) / file)
-        value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        config = read_json_if_there(file)
+        nested = config.get("text_config")
+        inner = nested if isinstance(nested, Mapping) else {}
+        value = config.get("eos_token_id", inner.get("eos_token_id"))
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise ValueError(
-                f"{Path(path) / file}: eos_token_id must be a token id or a list of them, got"
-                f" {value!r}"
+        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise CheckpointError(
+                f"{file}: eos_token_id must be a token id or a list of them, got {value!r}"
             )
         if ids:
             return tuple(dict.fromkeys(ids))
     return ()
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; each is a string or a serialised AddedToken ({"content": ...})."""
-    tokens = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value

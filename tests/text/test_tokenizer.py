@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import tiny_tokenizers as tiny
-from tokenizers import processors
 
 from deepinfer_jax.text.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
 
@@ -56,7 +55,7 @@ def test_broken_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a JSON object"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{,}")
-    with pytest.raises(ValueError, match=r"cannot read .*tokenizer_config\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
         load_tokenizer(tmp_path)
 
 
@@ -85,23 +84,6 @@ def test_eos_falls_back_to_the_tokenizer_s_own(tmp_path):
         save(tmp_path, tokenizer_config={}, special_tokens_map=config, generation_config={})
     )
     assert tokenizer.eos_token_ids == (257,)
-
-
-@pytest.mark.parametrize("post", [False, True])
-@pytest.mark.parametrize("add_bos", [None, False, True])
-def test_add_bos_token_of_the_configuration_wins(tmp_path, post, add_bos):
-    backend = tiny.byte_level()
-    if post:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
-        )
-    config = {"bos_token": "<|im_start|>"} | ({} if add_bos is None else {"add_bos_token": add_bos})
-    tokenizer = load_tokenizer(save(tmp_path, backend, tokenizer_config=config))
-    has_bos = post if add_bos is None else add_bos
-    for text in ("a", ""):
-        assert (tokenizer.encode(text)[:1] == [256]) == has_bos
-        assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
-        assert 256 not in tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_chat_template_from_the_configuration(tmp_path):
