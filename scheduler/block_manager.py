@@ -9,10 +9,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import numpy as np
 
 HashFn = Callable[[Hashable, bytes], Hashable]
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    """A block that the prefix cache can find. parent: node of the page before, or the cache salt of
+    a first page."""
+
+    block: int
+    parent: int | str
+    content: bytes
+    node: int
 
 
 class BlockManager:
@@ -160,6 +172,12 @@ class BlockManager:
         self._buckets[key] = block
         self._entries[block] = (key, parent, content, node)
         return node
+
+    def cached_pages(self) -> list[CachedPage]:
+        """Every page that lookup() can find, the least recently used ones first, those in use
+        last."""
+        in_use = sorted(block for block in self._entries if block not in self._evictable)
+        return [CachedPage(b, *self._entries[b][1:]) for b in (*self._evictable, *in_use)]
 
     def uncache(self, block: int) -> None:
         """The prefix cache forgets a used block, because its holder is about to overwrite part of

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from deepinfer_jax.scheduler import lifecycle
 from deepinfer_jax.scheduler.outputs import PrefillItem, Processed, SchedulerOutputs
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.state import SchedulerState
 
 
 def process_outputs(
-    s: Scheduler, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None
+    s: SchedulerState, outputs: SchedulerOutputs, token_ids: np.ndarray, num_new: np.ndarray | None
 ) -> Processed:
+    """Commits a step's tokens. token_ids: i32 [n] or [n, 1 + num_speculative_tokens], rows in the
+    order of outputs.prefill or outputs.slots (rows of unfinished chunks are ignored); num_new: i32
+    [n] valid tokens per row (None: one each).
+
+    Raises ValueError when the shapes do not match the step or num_new is not in [1, q_len].
+    """
     tokens, counts = _validated(outputs, token_ids, num_new, s.config.num_speculative_tokens)
     if not outputs.is_empty:
         s.steps_in_flight -= 1
@@ -25,7 +28,10 @@ def process_outputs(
 
 
 def _validated(
-    outputs: SchedulerOutputs, token_ids, num_new, num_speculative_tokens: int
+    outputs: SchedulerOutputs,
+    token_ids: np.ndarray,
+    num_new: np.ndarray | None,
+    num_speculative_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     rows = len(outputs.prefill) if outputs.is_prefill else outputs.slots.size
     tokens = np.asarray(token_ids)
@@ -54,7 +60,7 @@ def _validated(
     return tokens, counts
 
 
-def _process_prefill(s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray) -> Processed:
+def _process_prefill(s: SchedulerState, outputs: SchedulerOutputs, tokens: np.ndarray) -> Processed:
     rows, slots = [], []
     for row, item in enumerate(outputs.prefill):
         if _advance_chunk(s, item):
@@ -70,25 +76,25 @@ def _process_prefill(s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray
     return Processed(finished, accepted)
 
 
-def _advance_chunk(s: Scheduler, item: PrefillItem) -> bool:
+def _advance_chunk(s: SchedulerState, item: PrefillItem) -> bool:
     """Books a chunk's KV; True if its sampled token counts."""
     seq = item.seq
-    if item.epoch != seq._epoch:
+    if item.epoch != seq.epoch:
         return False  # preempted in flight
     if not item.is_last:
-        seq._chunks_in_flight -= 1
+        seq.chunks_in_flight -= 1
     elif seq.is_finished and seq.slot >= 0:
         s.slots.in_flight[seq.slot] -= 1
     if seq.is_finished:
         return False
-    seq._num_cached = item.kv_len
+    seq.num_prefilled = item.kv_len
     s.prefix.register(seq)
-    seq._decoding = item.is_last
+    seq.decoding = item.is_last
     return item.is_last
 
 
 def _process_decode(
-    s: Scheduler, outputs: SchedulerOutputs, tokens: np.ndarray, counts: np.ndarray | None
+    s: SchedulerState, outputs: SchedulerOutputs, tokens: np.ndarray, counts: np.ndarray | None
 ) -> Processed:
     t = s.slots
     slots = outputs.slots.astype(np.intp)
@@ -120,7 +126,7 @@ def _process_decode(
 
 
 def _append_tokens(
-    s: Scheduler,
+    s: SchedulerState,
     slots: np.ndarray,
     tokens: np.ndarray,
     counts: np.ndarray | None,
@@ -143,7 +149,7 @@ def _append_tokens(
     return accepted
 
 
-def _end(s: Scheduler, slots: np.ndarray, done: np.ndarray, finished: list[Sequence]) -> None:
+def _end(s: SchedulerState, slots: np.ndarray, done: np.ndarray, finished: list[Sequence]) -> None:
     if not done.any():
         return
     for slot in slots[done].tolist():
@@ -151,7 +157,7 @@ def _end(s: Scheduler, slots: np.ndarray, done: np.ndarray, finished: list[Seque
         last = int(seq.token_ids[-1])
         if seq.stops_at(last):
             reason = None if last in seq.eos_token_ids and not seq.ignore_eos else last
-            s.finish(seq, SequenceStatus.FINISHED_STOPPED, stop_reason=reason)
+            lifecycle.finish(s, seq, SequenceStatus.FINISHED_STOPPED, stop_reason=reason)
         else:
-            s.finish(seq, SequenceStatus.FINISHED_LENGTH)
+            lifecycle.finish(s, seq, SequenceStatus.FINISHED_LENGTH)
         finished.append(seq)

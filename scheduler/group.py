@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from deepinfer_jax.scheduler.config import SchedulerConfig
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs
-from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.roles import RolePolicy
 
 
 class DPGroup(Protocol):
@@ -31,6 +32,28 @@ class DPGroup(Protocol):
         """Minimum over the processes, each with one value; for start-up, where they may be minutes
         apart."""
         ...
+
+
+class RankScheduler(Protocol):
+    """What a group asks of the scheduler of one rank (`scheduler.Scheduler`)."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def policy(self) -> RolePolicy: ...
+
+    def has_unfinished(self) -> bool: ...
+
+    def has_nothing_to_decode(self) -> bool: ...
+
+    def wants_prefill(self) -> bool: ...
+
+    def schedule_prefill(self) -> SchedulerOutputs | None: ...
+
+    def schedule_decode(self) -> SchedulerOutputs: ...
+
+    def empty_prefill(self) -> SchedulerOutputs: ...
 
 
 class LocalDPGroup:
@@ -55,7 +78,7 @@ class SchedulerGroup:
     """Schedules the local ranks of a DP group; every rank of every process takes the same step
     type."""
 
-    def __init__(self, schedulers: list[Scheduler], dp_group: DPGroup) -> None:
+    def __init__(self, schedulers: Seq[RankScheduler], dp_group: DPGroup) -> None:
         if len(schedulers) != len(dp_group.local_ranks):
             raise ValueError(
                 f"{len(schedulers)} schedulers for {len(dp_group.local_ranks)} local ranks"
@@ -73,7 +96,7 @@ class SchedulerGroup:
         if policy.votes_on_step_type:
             return self._schedule_by_vote()
         if policy.does_prefill:
-            return [s.schedule_prefill() for s in self.schedulers]
+            return [_step(s.schedule_prefill()) for s in self.schedulers]
         return self._decode()
 
     def has_unfinished(self) -> bool:
@@ -118,7 +141,14 @@ class SchedulerGroup:
     def _is_idle(self) -> bool:
         """No rank has anything to decode: a prompt need not wait for the interval. Between
         processes that takes a vote."""
-        nothing = all(s.has_nothing_to_decode for s in self.schedulers)
+        nothing = all(s.has_nothing_to_decode() for s in self.schedulers)
         if len(self.schedulers) == self.dp_group.size:
             return nothing
         return self.dp_group.all_reduce_min([int(nothing)] * len(self.schedulers)) == 1
+
+
+def _step(out: SchedulerOutputs | None) -> SchedulerOutputs:
+    """A role that cannot decode always has a prefill step, be it an empty one."""
+    if out is None:
+        raise AssertionError("a role without decode steps scheduled nothing")
+    return out

@@ -3,22 +3,18 @@ sequences say."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.state import SchedulerState
 
 
-def check_integrity(s: Scheduler) -> None:
+def check_integrity(s: SchedulerState) -> None:
     refs = np.zeros(s.config.num_blocks, np.int32)
     for seq in s.sequences:
         np.add.at(refs, seq.block_ids, 1)
         _check_sequence(s, seq)
-    for blocks in s._unpin_after_step:
+    for blocks in s.held_until_emit:
         np.add.at(refs, blocks, 1)
     s.blocks.check_integrity(refs)
     s.states.check_integrity([seq.state_id for seq in s.sequences if seq.state_id >= 0])
@@ -31,7 +27,7 @@ def _require(condition: bool, message: str, *state: object) -> None:
         raise AssertionError(" ".join([message, *map(repr, state)]))
 
 
-def _check_sequence(s: Scheduler, seq: Sequence) -> None:
+def _check_sequence(s: SchedulerState, seq: Sequence) -> None:
     _require(0 <= seq.num_cached <= seq.num_tokens, "KV counter outside [0, tokens]:", seq)
     _require(seq.num_in_flight >= 0, "negative steps in flight:", seq, seq.num_in_flight)
     _require(
@@ -74,21 +70,21 @@ def _check_sequence(s: Scheduler, seq: Sequence) -> None:
         )
 
 
-def _check_queues(s: Scheduler) -> None:
+def _check_queues(s: SchedulerState) -> None:
     ended_waiting = 0
     for seq in s.waiting:
         ended_waiting += seq.is_finished
         _require(seq.is_finished or seq.status is SequenceStatus.WAITING, "in `waiting`:", seq)
     _require(
-        ended_waiting == s._num_ended_waiting,
+        ended_waiting == s.num_ended_waiting,
         "ended sequences in `waiting`:",
         ended_waiting,
-        s._num_ended_waiting,
+        s.num_ended_waiting,
     )
     for name, queue, status in (
         ("prompted", s.prompted, SequenceStatus.PROMPTED),
-        ("reserved", s._reserved.values(), SequenceStatus.RESERVED),
-        ("detached", s._detached.values(), SequenceStatus.DETACHED),
+        ("reserved", s.reserved.values(), SequenceStatus.RESERVED),
+        ("detached", s.detached.values(), SequenceStatus.DETACHED),
     ):
         for seq in queue:
             _require(
@@ -99,7 +95,7 @@ def _check_queues(s: Scheduler) -> None:
     queued = [id(seq) for seq in (*s.waiting, *s.prompted)]
     _require(len(set(queued)) == len(queued), "a sequence is queued twice")
     _require(
-        all(s.get(seq.request_id) is seq for seq in (*s.waiting, *s.prompted, *s.ended)),
+        all(s.registered.get(seq.request_id) is seq for seq in (*s.waiting, *s.prompted, *s.ended)),
         "a queued sequence is not registered",
     )
     for seq in s.sequences:
@@ -110,12 +106,12 @@ def _check_queues(s: Scheduler) -> None:
         )
 
 
-def _check_slots(s: Scheduler) -> None:
+def _check_slots(s: SchedulerState) -> None:
     t = s.slots
     held = {seq.slot for seq in s.sequences if seq.slot >= 0}
-    free = set(t._free)
+    free = set(t.free_slots)
     _require(
-        len(free) == len(t._free) and not held & free and len(held) + len(free) == t.num_slots,
+        len(free) == len(t.free_slots) and not held & free and len(held) + len(free) == t.num_slots,
         "slots held/free:",
         held,
         free,

@@ -43,8 +43,8 @@ class SchedulerOutputs:
     placeholder of `step_type`.
 
     Before the forward pass the engine runs `clone_blocks` and `clone_states` ((source, destination)
-    pairs, all reads before any write), then zeroes `zero_states`, then applies `block_updates` to
-    the device's block table.
+    pairs, all reads before any write), then zeroes `zero_states`, then writes the whole
+    block table of each slot in `admitted`, then applies `block_updates` to the others.
     """
 
     step_type: StepType
@@ -63,8 +63,9 @@ class SchedulerOutputs:
     """Got a running slot in this schedule(): last prompt chunk scheduled, or moved from `prompted`
     to `running`."""
     block_updates: tuple[np.ndarray, np.ndarray, np.ndarray] = (_NO_INT, _NO_INT, _NO_INT)
-    """(slots, page_index, block_id), i32 each: new entries of running slots, whole tables of
-    admitted ones included. No (slot, page) pair occurs twice."""
+    """(slots, page_index, block_id), i32 each: what the tables of running slots have grown by.
+    Slots of `admitted` are left out: their whole table is written when they are admitted.
+    No (slot, page) pair occurs twice."""
     clone_blocks: list[tuple[int, int]] = field(default_factory=list)
     clone_states: list[tuple[int, int]] = field(default_factory=list)
     zero_states: list[int] = field(default_factory=list)
@@ -76,7 +77,8 @@ class SchedulerOutputs:
     preempted: list[Sequence] = field(default_factory=list)
     """Lost their blocks in this schedule(): to be recomputed, or, when `seq.is_finished`, stopped
     (then also in `finished`)."""
-    _seq_by_slot: list[Sequence | None] = field(default_factory=list)
+    seq_by_slot: list[Sequence | None] = field(default_factory=list)
+    """The sequence of every slot as of this schedule()."""
 
     @property
     def is_prefill(self) -> bool:
@@ -92,7 +94,7 @@ class SchedulerOutputs:
         """The scheduled sequences, in row order (built when asked for)."""
         if self.is_prefill:
             return [item.seq for item in self.prefill]
-        return [self._seq_by_slot[slot] for slot in self.slots.tolist()]
+        return [self.seq_by_slot[slot] for slot in self.slots.tolist()]
 
     @property
     def num_tokens(self) -> int:

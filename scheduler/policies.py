@@ -69,17 +69,17 @@ class WaitingOrder:
         waiting.extend(fresh)
 
     def _key(self, seq: Sequence, tag: float, now: float) -> tuple:
-        overdue = self._max_wait is not None and now - seq._enqueue_time > self._max_wait
+        overdue = self._max_wait is not None and now - seq.enqueue_time > self._max_wait
         if overdue:
-            return (0, 0, 0.0, seq._enqueue_time)
-        return (1, -seq.priority if self._priority else 0, tag, seq._enqueue_time)
+            return (0, 0, 0.0, seq.enqueue_time)
+        return (1, -seq.priority if self._priority else 0, tag, seq.enqueue_time)
 
     def _tags(self, fresh: list[Sequence]) -> dict[int, float]:
         if not self._fair:
             return {id(seq): 0.0 for seq in fresh}
         ahead = dict(self._served)
         tags = {}
-        for seq in sorted(fresh, key=lambda seq: seq._enqueue_time):
+        for seq in sorted(fresh, key=lambda seq: seq.enqueue_time):
             tags[id(seq)] = ahead.get(seq.user_id, 0.0)
             ahead[seq.user_id] = tags[id(seq)] + seq.num_tokens
         return tags

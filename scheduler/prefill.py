@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepinfer_jax.scheduler import lifecycle
 from deepinfer_jax.scheduler.outputs import PrefillItem, SchedulerOutputs, StepType
 from deepinfer_jax.scheduler.prefix import PrefixHit
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.state import SchedulerState
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,11 @@ class _Refusal(Enum):
     POOL_TOO_SMALL = auto()
 
 
-def select_prefill(s: Scheduler) -> SchedulerOutputs | None:
+def select_prefill(s: SchedulerState) -> SchedulerOutputs | None:
     """Fills a prefill step; None if it would be empty and the role does not run empty ones."""
     out = SchedulerOutputs(StepType.PREFILL)
     for seq in s.sweep_waiting():
-        s.release(seq)
+        lifecycle.release(s, seq)
         out.ignored.append(seq)
     s.order.sort(s.waiting, s.clock())
     budget, sum_k = s.config.prefill_budget, 0
@@ -66,7 +64,9 @@ def select_prefill(s: Scheduler) -> SchedulerOutputs | None:
     return None
 
 
-def _plan(s: Scheduler, seq: Sequence, budget: int, sum_k: int, first: bool) -> _Chunk | _Refusal:
+def _plan(
+    s: SchedulerState, seq: Sequence, budget: int, sum_k: int, first: bool
+) -> _Chunk | _Refusal:
     if not seq.schedulable:
         return _Refusal.STOP
     hit = None
@@ -84,7 +84,7 @@ def _plan(s: Scheduler, seq: Sequence, budget: int, sum_k: int, first: bool) -> 
         return _plan(s, seq, budget, sum_k, first)
     if not s.slots.num_free:
         return _Refusal.STOP
-    q_start = seq._num_scheduled if hit is None else hit.num_tokens(s.config.block_size)
+    q_start = seq.num_scheduled if hit is None else hit.num_tokens(s.config.block_size)
     q_len = _chunk_len(s, seq, q_start, budget, first)
     is_last = q_start + q_len == seq.num_tokens
     if q_len <= 0 or sum_k + q_start + q_len > s.config.prefill_max_sum_seqlen_k:
@@ -94,13 +94,13 @@ def _plan(s: Scheduler, seq: Sequence, budget: int, sum_k: int, first: bool) -> 
     return _Chunk(q_start, q_len, is_last, needed, hit)
 
 
-def _never_fits(s: Scheduler, seq: Sequence) -> _Refusal | None:
+def _never_fits(s: SchedulerState, seq: Sequence) -> _Refusal | None:
     if seq.num_tokens > s.config.prompt_limit and not seq.num_output_tokens:
         return _Refusal.TOO_LONG
     return _Refusal.POOL_TOO_SMALL if s.config.pages(seq.num_tokens) > s.config.num_blocks else None
 
 
-def _ignore(s: Scheduler, seq: Sequence, refusal: _Refusal, out: SchedulerOutputs) -> None:
+def _ignore(s: SchedulerState, seq: Sequence, refusal: _Refusal, out: SchedulerOutputs) -> None:
     # A prompt that is too long is the caller's mistake; one that outgrew the pool while running is
     # ours.
     reason = (
@@ -108,17 +108,17 @@ def _ignore(s: Scheduler, seq: Sequence, refusal: _Refusal, out: SchedulerOutput
         if refusal is _Refusal.POOL_TOO_SMALL and seq.num_output_tokens
         else None
     )
-    s.set_finished(seq, SequenceStatus.FINISHED_IGNORED, reason)
-    s.release(seq)
+    lifecycle.set_finished(s, seq, SequenceStatus.FINISHED_IGNORED, reason)
+    lifecycle.release(s, seq)
     out.ignored.append(seq)
 
 
-def _blocks_needed(s: Scheduler, seq: Sequence, hit: PrefixHit | None) -> int:
+def _blocks_needed(s: SchedulerState, seq: Sequence, hit: PrefixHit | None) -> int:
     have = seq.num_blocks if hit is None else hit.blocks.size
     return s.config.pages(seq.num_tokens) - have + s.must_clone(seq)
 
 
-def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
+def _has_room(s: SchedulerState, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
     free = s.blocks.num_free
     if hit is not None:
         free -= int(
@@ -130,7 +130,7 @@ def _has_room(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -
     return needed <= free
 
 
-def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
+def _reserved_growth(s: SchedulerState, seq: Sequence) -> int:
     """Blocks the running sequences, and this one, are still expected to need (policy
     expected_output_fraction)."""
     fraction, t = s.config.expected_output_fraction, s.slots
@@ -146,7 +146,7 @@ def _reserved_growth(s: Scheduler, seq: Sequence) -> int:
     return int(running) + own
 
 
-def _break_stall(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
+def _break_stall(s: SchedulerState, seq: Sequence, hit: PrefixHit | None, needed: int) -> bool:
     """When every held block belongs to sequences that wait for blocks, nobody will release any:
     take them from the last in the queue, at the end from the head itself. True if the head may be
     planned again."""
@@ -158,16 +158,16 @@ def _break_stall(s: Scheduler, seq: Sequence, hit: PrefixHit | None, needed: int
     ):
         return False
     for other in [q for q in reversed(s.waiting) if q is not seq and q.num_blocks]:
-        s.reset_for_recompute(other)
+        lifecycle.reset_for_recompute(s, other)
         if _has_room(s, seq, hit, _blocks_needed(s, seq, hit)):
             return False  # planned again in the next step, with up-to-date numbers
     if hit is None:
-        s.reset_for_recompute(seq)
+        lifecycle.reset_for_recompute(s, seq)
         return True
     return False
 
 
-def _chunk_len(s: Scheduler, seq: Sequence, q_start: int, budget: int, first: bool) -> int:
+def _chunk_len(s: SchedulerState, seq: Sequence, q_start: int, budget: int, first: bool) -> int:
     """Tokens of the next chunk: the rest, the budget (aligned for context parallelism), the next
     checkpoint, no split image."""
     q_len = min(seq.num_tokens - q_start, s.config.align_down(budget))
@@ -182,7 +182,7 @@ def _chunk_len(s: Scheduler, seq: Sequence, q_start: int, budget: int, first: bo
     return image.start - q_start
 
 
-def _commit(s: Scheduler, seq: Sequence, chunk: _Chunk, out: SchedulerOutputs) -> None:
+def _commit(s: SchedulerState, seq: Sequence, chunk: _Chunk, out: SchedulerOutputs) -> None:
     if chunk.hit is not None:
         s.prefix.take(seq, chunk.hit)
         if seq.state_id < 0:
@@ -190,32 +190,32 @@ def _commit(s: Scheduler, seq: Sequence, chunk: _Chunk, out: SchedulerOutputs) -
             if seq.state_id >= 0:
                 out.zero_states.append(seq.state_id)
     new = s.blocks.allocate(chunk.new_blocks)
-    if seq._shares_last_block:
+    if seq.shares_last_block:
         new = clone_last_block(s, seq, new, out)
     if new.size:
-        seq._blocks = np.concatenate([seq._blocks, new])
-    seq._num_scheduled = chunk.q_start + chunk.q_len
+        seq.own_blocks = np.concatenate([seq.own_blocks, new])
+    seq.num_scheduled = chunk.q_start + chunk.q_len
     s.order.charge(seq, chunk.q_len)
     if chunk.is_last:
-        s.admit(seq, out)
+        lifecycle.admit(s, seq, out)
         s.slots.in_flight[seq.slot] += 1
         s.slots.max_num_tokens[seq.slot] += 1
     else:
-        seq._chunks_in_flight += 1
-    out.prefill.append(PrefillItem(seq, chunk.q_start, chunk.q_len, chunk.is_last, seq._epoch))
+        seq.chunks_in_flight += 1
+    out.prefill.append(PrefillItem(seq, chunk.q_start, chunk.q_len, chunk.is_last, seq.epoch))
 
 
 def clone_last_block(
-    s: Scheduler, seq: Sequence, new: np.ndarray, out: SchedulerOutputs
+    s: SchedulerState, seq: Sequence, new: np.ndarray, out: SchedulerOutputs
 ) -> np.ndarray:
     """Replaces the shared, half-written last block by new[0], unless it is no longer shared;
     returns the unused new blocks."""
-    seq._shares_last_block = False
-    last = seq._blocks[-1:].copy()
+    seq.shares_last_block = False
+    last = seq.own_blocks[-1:].copy()
     if s.blocks.ref_counts[last[0]] == 1:
         s.blocks.uncache(int(last[0]))  # the source may have filled it before it left
         return new
-    seq._blocks = np.concatenate([seq._blocks[:-1], new[:1]])
+    seq.own_blocks = np.concatenate([seq.own_blocks[:-1], new[:1]])
     out.clone_blocks.append((int(last[0]), int(new[0])))
-    s.unpin_after_step(last)
+    s.held_until_emit.append(last)
     return new[1:]

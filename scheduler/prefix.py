@@ -54,31 +54,31 @@ class PrefixCache:
     def take(self, seq: Sequence, hit: PrefixHit) -> None:
         """Pins a hit as the beginning of the sequence's block table."""
         self.blocks.pin(hit.blocks)
-        seq._blocks = hit.blocks
-        seq._cached_pages, seq._cache_parent = hit.blocks.size, hit.parent
-        seq._num_cached = seq._num_scheduled = seq.hit_tokens = hit.num_tokens(self.block_size)
+        seq.own_blocks = hit.blocks
+        seq.cached_pages, seq.cache_parent = hit.blocks.size, hit.parent
+        seq.num_prefilled = seq.num_scheduled = seq.hit_tokens = hit.num_tokens(self.block_size)
 
     def register(self, seq: Sequence) -> None:
         """Makes the sequence's computed whole blocks findable, as far as its chain of known
         contents goes."""
-        if not self.enabled or seq._cached_pages < 0:
+        if not self.enabled or seq.cached_pages < 0:
             return
         table = seq.block_ids
-        for page in range(seq._cached_pages, min(seq.num_cached // self.block_size, table.size)):
+        for page in range(seq.cached_pages, min(seq.num_cached // self.block_size, table.size)):
             content = self._content(seq, page)
             node = (
                 None
                 if content is None
-                else self.blocks.register(int(table[page]), seq._cache_parent, content)
+                else self.blocks.register(int(table[page]), seq.cache_parent, content)
             )
             if node is None:
-                seq._cached_pages = -1  # the chain is broken: later pages have no known predecessor
+                seq.cached_pages = -1  # the chain is broken: later pages have no known predecessor
                 return
-            seq._cached_pages, seq._cache_parent = page + 1, node
+            seq.cached_pages, seq.cache_parent = page + 1, node
 
     def forget(self, seq: Sequence) -> None:
         """The sequence starts over."""
-        seq._cached_pages, seq._cache_parent = 0, seq.cache_salt
+        seq.cached_pages, seq.cache_parent = 0, seq.cache_salt
 
     def _content(self, seq: Sequence, page: int) -> bytes | None:
         """What the block's KV depends on, beyond its predecessors; None if unknown (an image

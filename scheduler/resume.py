@@ -8,29 +8,15 @@ no step in flight.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepinfer_jax.scheduler import lifecycle
+from deepinfer_jax.scheduler.block_manager import BlockManager
+from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
 
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.block_manager import BlockManager
-    from deepinfer_jax.scheduler.scheduler import Scheduler
-
 DECODING = (SequenceStatus.PROMPTED, SequenceStatus.RUNNING, SequenceStatus.DETACHED)
-
-
-@dataclass(frozen=True)
-class CachedPage:
-    """A block that the prefix cache can find. parent: node of the page before, or the cache salt of
-    a first page."""
-
-    block: int
-    parent: int | str
-    content: bytes
-    node: int
 
 
 def held_blocks(s: Scheduler, seq: Sequence) -> np.ndarray:
@@ -49,14 +35,6 @@ def order_key(s: Scheduler, seq: Sequence) -> tuple[int, int]:
     queue = s.prompted if seq.status is SequenceStatus.PROMPTED else s.waiting
     position = next((i for i, other in enumerate(queue) if other is seq), len(queue))
     return (1 if seq.status in DECODING else 2), position
-
-
-def cached_pages(blocks: BlockManager) -> list[CachedPage]:
-    """Every page the prefix cache can find, the least recently used ones first, those
-    in use last."""
-    entries = blocks._entries
-    order = [*blocks._evictable, *sorted(b for b in entries if b not in blocks._evictable)]
-    return [CachedPage(b, *entries[b][1:]) for b in order]
 
 
 def resume_decoding(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
@@ -81,7 +59,7 @@ def resume_decoding(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
             f" {s.max_len_of(seq)}"
         )
     _take(s, seq, blocks)
-    seq._decoding = True
+    seq.decoding = True
     seq.status = SequenceStatus.PROMPTED
     s.prompted.append(seq)
     s.prefix.register(seq)
@@ -103,17 +81,10 @@ def resume_waiting(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     s.prefix.register(seq)
 
 
-def queue_registered(s: Scheduler, seq: Sequence) -> None:
-    """Appends a sequence that `add_request(enqueue=False)` has taken in to `waiting`."""
-    seq._enqueue_time = s.clock()
-    s.waiting.append(seq)
-    s.order.arrived(seq)
-
-
 def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
-    s.register(seq)
-    seq._blocks = np.array(blocks, np.int32)
-    seq._enqueue_time = s.clock()
+    lifecycle.register(s.state, seq)
+    seq.own_blocks = np.array(blocks, np.int32)
+    seq.enqueue_time = s.clock()
     if blocks.size:
         seq.state_id = s.states.allocate()
     s.order.arrived(seq)

@@ -25,56 +25,49 @@ class EngineType(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RolePolicy:
-    """Everything that depends on the role, as answers to questions."""
+    """Everything that depends on the role, as answers to questions.
+
+    Fields whose feature is still missing are listed in docs/architecture.md.
+    """
 
     role: EngineType
-    # scheduling
+    # ---- scheduling
     does_prefill: bool
     does_decode: bool
-    queues: tuple[str, ...]
-    # all DP ranks agree on the step type, because attention DP and MoE EP share collectives
     votes_on_step_type: bool
-    one_chunk_per_prefill: (
-        bool  # stop after one chunked prompt: decodes are waiting for the step to end
-    )
-    empty_prefill_is_a_step: (
-        bool  # nothing to prefill gives an empty prefill step instead of a decode step
-    )
-    allows_recompute: (
-        bool  # False: a preempted request can only be stopped, there is no prefill to recompute it
-    )
-    finalizes_finished: (
-        bool  # finished sequences go through finalize_seq; False: handed over, then dropped
-    )
-    reserves_output_storage: (
-        bool  # token storage for all of max_tokens is reserved when the request is queued
-    )
+    """All DP ranks agree on the step type: attention DP and MoE EP share collectives."""
+    one_chunk_per_prefill: bool
+    """Stop after one chunked prompt: decodes are waiting for the step to end."""
+    empty_prefill_is_a_step: bool
+    """Nothing to prefill gives an empty prefill step instead of a decode step."""
+    allows_recompute: bool
+    """False: a preempted request can only be stopped, there is no prefill to recompute it."""
+    finalizes_finished: bool
+    """Finished sequences go through finalize_seq; False: handed over, then dropped."""
+    reserves_output_storage: bool
+    """Token storage for all of max_tokens is reserved when the request is queued."""
     allows_context_parallel: bool
-    recommends_chunked_prefill: bool
-    # engine construction
+    # ---- engine construction
     default_zero_overhead_scheduling: bool
     default_multimodal_pool: bool
     builds_multimodal_processor: bool
-    splits_prefill_decode: bool  # init_pd_split() runs, between cache allocation and warm-up
-    # programs and memory
-    captures_prefill_buckets: bool
-    captures_decode_buckets: bool
-    # False: memory is profiled with max_num_seqs x (1 + num_speculative_tokens) decode rows
+    splits_prefill_decode: bool
+    """init_pd_split() runs, between cache allocation and warm-up."""
+    # ---- programs and memory
     profiles_prefill_shape: bool
+    """False: memory is profiled with max_num_seqs x (1 + num_speculative_tokens) decode rows."""
     has_draft_pool: bool
-    loads_all_draft_parameters: bool  # False: only the ones that write the draft's KV context
-    fuses_norm_rope_unless_batch_invariant: (
-        bool  # False: fused attention path only where the layer needs it
-    )
-    # experts
+    loads_all_draft_parameters: bool
+    """False: only the ones that write the draft's KV context."""
+    fuses_norm_rope_unless_batch_invariant: bool
+    """False: fused attention path only where the layer needs it."""
+    # ---- experts
     eplb_counts_prefill_steps: bool
-    logging_interval_divisor: (
-        int  # the log line's interval in steps is divided by it: prefill steps are long
-    )
-    moe_cap_is_prefill: (
-        bool  # False: MoE buffers hold max_num_seqs x (1 + num_speculative_tokens) tokens per rank
-    )
-    typical_dp: tuple[int, int] | None
+    moe_cap_is_prefill: bool
+    """False: MoE buffers hold max_num_seqs x (1 + num_speculative_tokens) tokens per rank."""
+    # ---- reports
+    logging_interval_divisor: int
+    """The log line's interval in steps is divided by it: prefill steps are long."""
 
     def engine_name(self, device_id: int) -> str:
         """`<ROLE>_<device id>`."""
@@ -96,7 +89,6 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         role=EngineType.NORMAL,
         does_prefill=True,
         does_decode=True,
-        queues=("waiting", "prompted", "running"),
         votes_on_step_type=True,
         one_chunk_per_prefill=True,
         empty_prefill_is_a_step=False,
@@ -104,13 +96,10 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         finalizes_finished=True,
         reserves_output_storage=True,
         allows_context_parallel=True,
-        recommends_chunked_prefill=False,
         default_zero_overhead_scheduling=True,
         default_multimodal_pool=True,
         builds_multimodal_processor=True,
         splits_prefill_decode=False,
-        captures_prefill_buckets=True,
-        captures_decode_buckets=True,
         profiles_prefill_shape=True,
         has_draft_pool=True,
         loads_all_draft_parameters=True,
@@ -118,13 +107,11 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         eplb_counts_prefill_steps=False,
         moe_cap_is_prefill=True,
         logging_interval_divisor=1,
-        typical_dp=None,
     ),
     EngineType.PROMPT: RolePolicy(
         role=EngineType.PROMPT,
         does_prefill=True,
         does_decode=False,
-        queues=("waiting",),
         votes_on_step_type=False,
         one_chunk_per_prefill=False,
         empty_prefill_is_a_step=True,
@@ -132,13 +119,10 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         finalizes_finished=False,
         reserves_output_storage=False,
         allows_context_parallel=True,
-        recommends_chunked_prefill=True,
         default_zero_overhead_scheduling=False,
         default_multimodal_pool=True,
         builds_multimodal_processor=True,
         splits_prefill_decode=True,
-        captures_prefill_buckets=True,
-        captures_decode_buckets=False,
         profiles_prefill_shape=True,
         has_draft_pool=False,
         loads_all_draft_parameters=False,
@@ -146,13 +130,11 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         eplb_counts_prefill_steps=True,
         moe_cap_is_prefill=True,
         logging_interval_divisor=5,
-        typical_dp=(2, 8),
     ),
     EngineType.COMPLETION: RolePolicy(
         role=EngineType.COMPLETION,
         does_prefill=False,
         does_decode=True,
-        queues=("prompted", "running"),
         votes_on_step_type=False,
         one_chunk_per_prefill=False,
         empty_prefill_is_a_step=False,
@@ -160,13 +142,10 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         finalizes_finished=True,
         reserves_output_storage=False,
         allows_context_parallel=False,
-        recommends_chunked_prefill=False,
         default_zero_overhead_scheduling=True,
         default_multimodal_pool=False,
         builds_multimodal_processor=False,
         splits_prefill_decode=True,
-        captures_prefill_buckets=False,
-        captures_decode_buckets=True,
         profiles_prefill_shape=False,
         has_draft_pool=True,
         loads_all_draft_parameters=True,
@@ -174,6 +153,5 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         eplb_counts_prefill_steps=True,
         moe_cap_is_prefill=False,
         logging_interval_divisor=1,
-        typical_dp=(64, 128),
     ),
 }

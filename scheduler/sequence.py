@@ -12,12 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.slots import SlotTable
 
 
 class SequenceStatus(IntEnum):
@@ -58,6 +55,27 @@ class ImageSpan:
     digest: bytes = b""
 
 
+class SlotView(Protocol):
+    """What a sequence reads from the table that holds its slot (`slots.SlotTable`)."""
+
+    num_tokens: np.ndarray
+    """i32 [slots]."""
+    in_flight: np.ndarray
+    """i32 [slots] scheduled steps whose results have not been processed."""
+
+    def take_recent(self, slot: int) -> np.ndarray:
+        """i32: the tokens of a slot that its sequence has not copied yet."""
+        ...
+
+    def blocks_of(self, slot: int) -> np.ndarray:
+        """i32 view of the slot's block table."""
+        ...
+
+    def refresh(self, seq: Sequence) -> None:
+        """Copies the length that the sequence keeps itself into its slot."""
+        ...
+
+
 class Sequence:
     """A request: its tokens, limits and place in the scheduler.
 
@@ -69,23 +87,17 @@ class Sequence:
     """
 
     __slots__ = (
-        "_blocks",
         "_buffer",
-        "_cache_parent",
-        "_cached_pages",
-        "_chunks_in_flight",
-        "_decoding",
-        "_enqueue_time",
-        "_epoch",
-        "_num_cached",
-        "_num_scheduled",
-        "_num_tokens",
-        "_shares_last_block",
-        "_slot_table",
         "arrival_time",
+        "cache_parent",
         "cache_salt",
+        "cached_pages",
         "chunk_checkpoints",
+        "chunks_in_flight",
+        "decoding",
+        "enqueue_time",
         "eos_token_ids",
+        "epoch",
         "finish_reason",
         "grammar_active",
         "hit_tokens",
@@ -94,12 +106,18 @@ class Sequence:
         "max_tokens",
         "min_tokens",
         "num_preemptions",
+        "num_prefilled",
+        "num_scheduled",
+        "num_stored",
+        "own_blocks",
         "priority",
         "prompt_len",
         "request_id",
         "schedulable",
+        "shares_last_block",
         "skip_prefix_cache",
         "slot",
+        "slot_table",
         "state_id",
         "status",
         "stop_reason",
@@ -161,21 +179,27 @@ class Sequence:
         self.num_preemptions = 0
         self.slot = -1
         self.state_id = -1
-        self._slot_table: SlotTable | None = None
+        self.slot_table: SlotView | None = None
         self._buffer = prompt.copy()
-        self._num_tokens = self.prompt_len
-        self._num_cached = 0  # KV processed; meaningful until the sequence decodes
-        self._num_scheduled = 0  # KV processed or in flight
-        self._decoding = False  # all but the last token have KV
-        self._chunks_in_flight = 0
-        self._epoch = 0
-        self._blocks = np.empty(0, np.int32)  # block table while no slot holds it
-        self._shares_last_block = (
-            False  # a fork that must clone its half-written last block before writing
-        )
-        self._cached_pages = 0  # leading pages known to the prefix cache
-        self._cache_parent: int | str = cache_salt
-        self._enqueue_time = 0.0
+        # Tokens in the own buffer; the newest ones may still be in the slot's row.
+        self.num_stored = self.prompt_len
+        # Tokens whose KV processed prefill steps computed. Meaningful until the sequence decodes.
+        self.num_prefilled = 0
+        # Prompt tokens whose KV is computed or in flight.
+        self.num_scheduled = 0
+        # All tokens but the last have KV.
+        self.decoding = False
+        self.chunks_in_flight = 0
+        # Counts the lives that preemptions end: results of an earlier life are dropped.
+        self.epoch = 0
+        # The block table while no slot holds it.
+        self.own_blocks = np.empty(0, np.int32)
+        # A fork that must clone its half-written last block before it writes.
+        self.shares_last_block = False
+        # Leading pages that the prefix cache knows; -1: the chain is broken.
+        self.cached_pages = 0
+        self.cache_parent: int | str = cache_salt
+        self.enqueue_time = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -189,11 +213,9 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and processed outputs."""
-        return (
-            self._num_tokens
-            if self._slot_table is None
-            else int(self._slot_table.num_tokens[self.slot])
-        )
+        if self.slot_table is None:
+            return self.num_stored
+        return int(self.slot_table.num_tokens[self.slot])
 
     @property
     def num_output_tokens(self) -> int:
@@ -202,8 +224,8 @@ class Sequence:
     @property
     def token_ids(self) -> np.ndarray:
         """i32 view of all known tokens; do not write."""
-        self._sync()
-        return self._buffer[: self._num_tokens]
+        self.sync()
+        return self._buffer[: self.num_stored]
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
@@ -214,24 +236,26 @@ class Sequence:
         """i32 view of the tokens after the prompt; do not write."""
         return self.token_ids[self.prompt_len :]
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """Moves the newest tokens from the slot's row into this sequence's own buffer."""
-        if self._slot_table is not None:
-            recent = self._slot_table.take_recent(self.slot)
+        if self.slot_table is not None:
+            recent = self.slot_table.take_recent(self.slot)
             if recent.size:
-                self._append(recent)
+                self.append_tokens(recent)
 
-    def _append(self, tokens: np.ndarray) -> None:
-        end = self._num_tokens + tokens.size
+    def append_tokens(self, tokens: np.ndarray) -> None:
+        """tokens: i32 [n], appended to the own buffer."""
+        end = self.num_stored + tokens.size
         if end > self._buffer.size:
-            self._reserve_storage(max(end, 2 * self._buffer.size))
-        self._buffer[self._num_tokens : end] = tokens
-        self._num_tokens = end
+            self.reserve_storage(max(end, 2 * self._buffer.size))
+        self._buffer[self.num_stored : end] = tokens
+        self.num_stored = end
 
-    def _reserve_storage(self, capacity: int) -> None:
+    def reserve_storage(self, capacity: int) -> None:
+        """Room for `capacity` tokens in the own buffer."""
         if capacity > self._buffer.size:
             grown = np.empty(capacity, np.int32)
-            grown[: self._num_tokens] = self._buffer[: self._num_tokens]
+            grown[: self.num_stored] = self._buffer[: self.num_stored]
             self._buffer = grown
 
     # ---- KV
@@ -239,25 +263,19 @@ class Sequence:
     @property
     def num_cached(self) -> int:
         """Tokens whose KV is computed, as far as processed steps tell."""
-        return self.num_tokens - 1 if self._decoding else self._num_cached
-
-    @property
-    def num_scheduled(self) -> int:
-        """Prompt tokens whose KV is computed or in flight."""
-        return self._num_scheduled
+        return self.num_tokens - 1 if self.decoding else self.num_prefilled
 
     @property
     def num_in_flight(self) -> int:
         """Scheduled steps whose results have not been processed."""
-        table = self._slot_table
-        return self._chunks_in_flight + (
-            int(table.in_flight[self.slot]) if table is not None else 0
-        )
+        if self.slot_table is None:
+            return self.chunks_in_flight
+        return self.chunks_in_flight + int(self.slot_table.in_flight[self.slot])
 
     @property
     def block_ids(self) -> np.ndarray:
         """i32 view of the block table; do not write."""
-        return self._blocks if self._slot_table is None else self._slot_table.blocks_of(self.slot)
+        return self.own_blocks if self.slot_table is None else self.slot_table.blocks_of(self.slot)
 
     @property
     def num_blocks(self) -> int:
@@ -289,17 +307,17 @@ class Sequence:
             raise ValueError(
                 f"request {self.request_id!r}: cannot load a prefix in status {self.status.name}"
             )
-        self._sync()
-        self._append(np.asarray(list(output_token_ids), dtype=np.int32))
-        cached = self._num_tokens - 1 if num_cached is None else int(num_cached)
-        if not 0 <= cached <= self._num_tokens - 1:
+        self.sync()
+        self.append_tokens(np.asarray(list(output_token_ids), dtype=np.int32))
+        cached = self.num_stored - 1 if num_cached is None else int(num_cached)
+        if not 0 <= cached <= self.num_stored - 1:
             raise ValueError(
-                f"request {self.request_id!r}: num_cached must lie in [0, {self._num_tokens - 1}],"
+                f"request {self.request_id!r}: num_cached must lie in [0, {self.num_stored - 1}],"
                 f" got {cached}"
             )
-        self._num_cached = self._num_scheduled = cached
-        if self._slot_table is not None:
-            self._slot_table.refresh(self)
+        self.num_prefilled = self.num_scheduled = cached
+        if self.slot_table is not None:
+            self.slot_table.refresh(self)
 
     # ---- chunk boundaries
 

@@ -29,9 +29,8 @@ class SlotTable:
         self.pages = np.zeros(num_slots, np.int32)
         self.capacity = np.zeros(num_slots, np.int32)  # tokens the slot's blocks can store
         self.num_tokens = np.zeros(num_slots, np.int32)
-        self.max_num_tokens = np.zeros(
-            num_slots, np.int32
-        )  # num_tokens if steps in flight accept all their drafts
+        # num_tokens if the steps in flight accept all their drafts
+        self.max_num_tokens = np.zeros(num_slots, np.int32)
         self.in_flight = np.zeros(num_slots, np.int32)
         self.max_len = np.zeros(num_slots, np.int32)  # ends by length at this many tokens
         self.min_len = np.zeros(num_slots, np.int32)  # stop tokens count from this many tokens on
@@ -59,11 +58,15 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
     def bind(self, seq: Sequence, max_len: int, num_drafts: int) -> int:
         """Gives `seq` a free slot and moves its block table into it. The slot decodes from
         activate() on."""
         slot = heapq.heappop(self._free)
-        blocks = seq._blocks
+        blocks = seq.own_blocks
         self.block_tables[slot, : blocks.size] = blocks
         self.pages[slot] = blocks.size
         self.capacity[slot] = blocks.size * self.block_size
@@ -78,25 +81,25 @@ class SlotTable:
         self._recent_start[slot] = self._recent_end[slot] = slot % RECENT_TOKENS
         self._set_stop_ids(slot, seq)
         self._own_seqs()[slot] = seq
-        seq.slot, seq._slot_table = slot, self
+        seq.slot, seq.slot_table = slot, self
         self.refresh(seq)
         return slot
 
     def refresh(self, seq: Sequence) -> None:
         """Copies the length kept by the sequence itself into its slot (bind, hand-over)."""
-        self.num_tokens[seq.slot] = self.max_num_tokens[seq.slot] = seq._num_tokens
+        self.num_tokens[seq.slot] = self.max_num_tokens[seq.slot] = seq.num_stored
 
     def unbind(self, seq: Sequence, keep_blocks: bool) -> None:
         """Takes the slot away. keep_blocks: the sequence goes on holding its block table, otherwise
         the caller has released it."""
-        seq._sync()
+        seq.sync()
         slot = seq.slot
         self.deactivate(slot)
-        seq._blocks = self.blocks_of(slot).copy() if keep_blocks else np.empty(0, np.int32)
+        seq.own_blocks = self.blocks_of(slot).copy() if keep_blocks else np.empty(0, np.int32)
         self.pages[slot] = self.capacity[slot] = 0
         self.serial[slot] += 1
         self._own_seqs()[slot] = None
-        seq.slot, seq._slot_table = -1, None
+        seq.slot, seq.slot_table = -1, None
         heapq.heappush(self._free, slot)
 
     def activate(self, slot: int) -> None:
@@ -117,11 +120,6 @@ class SlotTable:
 
     def blocks_of(self, slot: int) -> np.ndarray:
         return self.block_tables[slot, : self.pages[slot]]
-
-    def table_update(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(slot, page, block), i32 each: the whole table of a slot."""
-        blocks = self.blocks_of(slot).copy()
-        return np.full(blocks.size, slot, np.int32), np.arange(blocks.size, dtype=np.int32), blocks
 
     def seq_at(self, slot: int) -> Sequence:
         return self._seqs[slot]
@@ -173,7 +171,7 @@ class SlotTable:
         full = end == RECENT_TOKENS - 1
         if full.any():
             for slot in slots[full].tolist():
-                self._seqs[slot]._sync()
+                self._seqs[slot].sync()
         done = lengths >= self.max_len[slots]
         hit = self.stopping(slots, tokens, lengths)
         return done if hit is None else done | hit

@@ -158,7 +158,7 @@ class PrefixStore:
             if c.seq.is_finished:
                 ended.append(c.seq)
             else:
-                resume.queue_registered(self.schedulers[c.rank], c.seq)
+                self.schedulers[c.rank].enqueue_waiting(c.seq)
         return ended
 
     def _take_loaded(self, timeout: float) -> list[Completion]:

@@ -250,7 +250,8 @@ class ModelRunner:
                 view["row_steps"][: len(slots)] -= ~np.isin(slots, o.slots)
             view["update_slots"][:] = nowhere
             updates = [
-                np.concatenate(part) for part in zip(*map(new_entries, outputs), strict=True)
+                np.concatenate(part)
+                for part in zip(*(o.block_updates for o in outputs), strict=True)
             ]
             room = len(view["update_slots"])
             for name, values in zip(("slots", "pages", "blocks"), updates, strict=True):
@@ -335,15 +336,6 @@ def rows_of(slots: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The position in `slots` of each entry of `wanted` (all distinct, all present)."""
     order = np.argsort(slots)
     return order[np.searchsorted(slots, wanted, sorter=order)]
-
-
-def new_entries(o: SchedulerOutputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The block-table entries of an output that `admit` has not already written with a
-    whole table."""
-    if not o.admitted:
-        return o.block_updates
-    keep = ~np.isin(o.block_updates[0], [seq.slot for seq in o.admitted])
-    return tuple(u[keep] for u in o.block_updates)
 
 
 def pick(buckets: Sequence[int], count: int) -> int:

@@ -501,8 +501,6 @@ class StepPrograms:
     def largest_key(self) -> ProgramKey:
         """The role's largest step: what the memory profile is taken from."""
         c = self.config
-        return (
-            ProgramKey("prefill", c.prefill_buckets[-1])
-            if c.prefill_buckets
-            else ProgramKey("decode", c.decode_buckets[-1])
-        )
+        if c.policy.profiles_prefill_shape:
+            return ProgramKey("prefill", c.prefill_buckets[-1])
+        return ProgramKey("decode", c.decode_buckets[-1])

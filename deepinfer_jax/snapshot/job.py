@@ -32,7 +32,6 @@ import jax
 import numpy as np
 
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.scheduler import resume
 from deepinfer_jax.snapshot import records
 from deepinfer_jax.snapshot.copy import EngineCopy, Rows
 from deepinfer_jax.snapshot.files import Share, Snapshot, write, write_share
@@ -200,7 +199,7 @@ def _record_prefix(engine: LLMEngine, rows: Rows) -> list[PageRecord]:
             page.node,
         )
         for rank, s in enumerate(engine.schedulers)
-        for page in resume.cached_pages(s.blocks)
+        for page in s.blocks.cached_pages()
     ]
 
 

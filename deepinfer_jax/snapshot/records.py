@@ -69,8 +69,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 class PageRecord(msgspec.Struct, array_like=True):
-    """A page that the prefix cache could find: `resume.CachedPage`, its content as hexadecimal
-    digits, its block as a row of the snapshot's arrays."""
+    """A page that the prefix cache could find (`BlockManager.cached_pages`): its content as
+    hexadecimal digits, its block as a row of the snapshot's arrays."""
 
     rank: int
     row: int

@@ -286,8 +286,11 @@ def estimated_temp_bytes(config: EngineConfig, model_config: Any, m: ModelCosts)
         model_config.num_heads * model_config.head_dim * 2,
     )
     rows = tokens * (6 * model_config.hidden_size + 3 * inner) * width
+    cap = policy.moe_tokens_per_rank(
+        config.max_num_batched_tokens, config.max_num_seqs, config.num_speculative_tokens
+    )
     exchanged = (
-        3 * m.ep * tokens * model_config.hidden_size * width if m.num_experts and m.ep > 1 else 0
+        3 * m.ep * cap * model_config.hidden_size * width if m.num_experts and m.ep > 1 else 0
     )
     return int(rows + exchanged + 4 * sampled * model_config.vocab_size * 4)
 

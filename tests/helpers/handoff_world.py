@@ -217,7 +217,7 @@ class FakeCompletion(Driver):
 
     def on_processed(self, scheduler, out, processed) -> None:
         for seq in [
-            out._seq_by_slot[s]
+            out.seq_by_slot[s]
             for s, n in zip(out.slots.tolist(), processed.num_accepted, strict=True)
             if n
         ]:

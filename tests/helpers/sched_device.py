@@ -41,8 +41,8 @@ def continuation(tokens, start: int) -> list[int]:
 
 
 class FakeDevice:
-    """KV pool, block table and decode state of one rank. The block table is kept by `block_updates`
-    alone."""
+    """KV pool, block table and decode state of one rank. A slot's block table is written when it is
+    admitted, then kept by `block_updates` alone."""
 
     def __init__(self, config) -> None:
         self.config = config
@@ -84,7 +84,9 @@ class FakeDevice:
         slots, pages, blocks = out.block_updates
         assert len({*zip(slots.tolist(), pages.tolist(), strict=True)}) == slots.size
         for seq in out.admitted:
-            self.pages[seq.slot] = 0
+            assert seq.slot not in slots
+            self.pages[seq.slot] = seq.num_blocks
+            self.table[seq.slot, : seq.num_blocks] = seq.block_ids
             self.length[seq.slot], self.last[seq.slot] = seq.num_tokens, seq.token_ids[-1]
         self.table[slots, pages] = blocks
         np.maximum.at(self.pages, slots, pages + 1)

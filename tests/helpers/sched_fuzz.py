@@ -114,7 +114,7 @@ class PromptDriver(Driver):
 
     def on_processed(self, scheduler, out, processed) -> None:
         for item in out.prefill:
-            if item.is_last and item.seq.slot >= 0 and item.epoch == item.seq._epoch:
+            if item.is_last and item.seq.slot >= 0 and item.epoch == item.seq.epoch:
                 scheduler.detach(item.seq)
                 if item.seq.is_finished:
                     self._drop(scheduler, item.seq)

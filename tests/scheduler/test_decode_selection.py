@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sched_driver import Driver, make_seq, small_config
 
-from deepinfer_jax.scheduler import EngineType, Scheduler, SequenceStatus, StepType
+from deepinfer_jax.scheduler import EngineType, Scheduler, SequenceStatus, StepType, lifecycle
 
 
 def commit(s, out, token: int = 9):
@@ -325,7 +325,7 @@ def test_zos_sequence_preempted_in_flight_skips_that_result():
 
 def test_zos_prefill_preempted_in_flight_is_dropped_as_a_whole():
     s = running([6, 2], num_blocks=5, stop_preempted_request=False, zos=True)
-    s.preempt(s.get(0), s.empty_prefill())
+    lifecycle.preempt(s.state, s.get(0), s.empty_prefill())
     recomputed = s.schedule_prefill()  # 9 tokens again, in 3 blocks
     assert [item.seq.request_id for item in recomputed.prefill] == [0] and s.blocks.num_free == 1
     s.blocks.allocate(1)

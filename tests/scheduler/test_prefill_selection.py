@@ -246,19 +246,19 @@ def test_last_chunk_takes_a_slot_which_is_also_the_draft_slot():
     )
 
 
-def test_block_updates_carry_the_whole_table_of_admitted_slots():
-    s = scheduler()
-    add(s, make_seq("a", 9), make_seq("b", 4))
-    out = s.schedule()
-    table = np.full((8, s.config.max_pages), -1)
-    slots, pages, blocks = out.block_updates
-    table[slots, pages] = blocks
-    for seq in out.admitted:
-        assert (
-            table[seq.slot, : seq.num_blocks].tolist()
-            == seq.block_ids.tolist()
-            == s.block_tables[seq.slot, : seq.num_blocks].tolist()
-        )
+def test_block_updates_are_growth_and_leave_out_slots_admitted_now():
+    s = scheduler(block_size=4)
+    add(s, make_seq("a", 8), make_seq("b", 6))
+    admitting = s.schedule()
+    assert [part.size for part in admitting.block_updates] == [0, 0, 0]
+    a, b = admitting.admitted
+    s.process_outputs(admitting, np.array([3, 3]))
+    grown = s.schedule()
+    s.process_outputs(grown, np.array([3, 3]))
+    slots, pages, blocks = (part.tolist() for part in grown.block_updates)
+    assert (slots, pages, blocks) == ([a.slot], [2], [a.block_ids[2]])
+    assert s.schedule().block_updates[0].size == 0  # b writes token 7 into its second block
+    assert b.num_blocks == 2
 
 
 def test_normal_stops_after_one_chunked_sequence():

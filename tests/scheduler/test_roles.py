@@ -12,19 +12,12 @@ ROLES = (EngineType.NORMAL, EngineType.PROMPT, EngineType.COMPLETION)
 ROWS = {
     "runs_prefill": ("does_prefill", (True, True, False)),
     "runs_decode": ("does_decode", (True, False, True)),
-    "queues_it_serves": (
-        "queues",
-        (("waiting", "prompted", "running"), ("waiting",), ("prompted", "running")),
-    ),
     "zero_overhead_scheduling_default": ("default_zero_overhead_scheduling", (True, False, True)),
     "multimodal_pool_default": ("default_multimodal_pool", (True, True, False)),
     "multimodal_processor_never_built_on_completion": (
         "builds_multimodal_processor",
         (True, True, False),
     ),
-    "chunked_prefill_recommended_on_prompt": ("recommends_chunked_prefill", (False, True, False)),
-    "captures_prefill_shapes": ("captures_prefill_buckets", (True, True, False)),
-    "captures_decode_shapes": ("captures_decode_buckets", (True, False, True)),
     "memory_profile_shape": ("profiles_prefill_shape", (True, True, False)),
     "draft_token_slots": ("has_draft_pool", (True, False, True)),
     "draft_head_parameters": ("loads_all_draft_parameters", (True, False, True)),
@@ -36,7 +29,6 @@ ROWS = {
     "log_line_interval": ("logging_interval_divisor", (1, 5, 1)),
     "moe_buffer_cap": ("moe_cap_is_prefill", (True, True, False)),
     "fused_norm_rope": ("fuses_norm_rope_unless_batch_invariant", (False, True, False)),
-    "typical_dp": ("typical_dp", (None, (2, 8), (64, 128))),
     "votes_on_step_type": ("votes_on_step_type", (True, False, False)),
     "pd_split_hook": ("splits_prefill_decode", (False, True, True)),
 }
