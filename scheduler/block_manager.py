@@ -55,7 +55,6 @@ class BlockManager:
         )  # cached blocks, least recently used first
         # not 0: hash(0) == hash(""), so page 1 of a repetitive prompt would share page 0's bucket
         self._next_node = 1
-        self.num_evictions = 0
         self.before_overwriting: list[Callable[[np.ndarray], None]] = []
         """Called with blocks whose contents are about to be lost, before anything is enqueued that
         writes them."""
@@ -141,7 +140,6 @@ class BlockManager:
         del self._buckets[key]
         self._free[self._num_free] = block
         self._num_free += 1
-        self.num_evictions += 1
 
     # ---- prefix cache
 

@@ -84,7 +84,7 @@ def resume_waiting(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
 def _take(s: Scheduler, seq: Sequence, blocks: np.ndarray) -> None:
     lifecycle.register(s.state, seq)
     seq.own_blocks = np.array(blocks, np.int32)
-    seq.enqueue_time = s.clock()
+    seq.enqueue_time = s.state.clock()
     if blocks.size:
         seq.state_id = s.states.allocate()
     s.order.arrived(seq)

@@ -188,11 +188,6 @@ class Scheduler:
         """Keeps a prefilling group company."""
         return self.state.emit(SchedulerOutputs(StepType.PREFILL))
 
-    def collect_finished(self) -> list[Sequence]:
-        """Ended sequences nobody has been told about; schedule() does this too
-        (`outputs.finished`)."""
-        return self.state.collect_ended()
-
     def set_num_drafts(self, slots: np.ndarray, num_drafts: np.ndarray) -> None:
         """How many drafts of each slot to verify from the next schedule() on. slots: int [n];
         num_drafts: int [n] in 0 .. num_speculative_tokens, which is also the default."""

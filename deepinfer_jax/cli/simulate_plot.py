@@ -11,6 +11,7 @@ from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.simulation.result import EngineUsage, SimulationResult
 
 try:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
     raise ValueError("plots need matplotlib: pip install 'deepinfer-jax[plot]'") from error
@@ -49,19 +50,19 @@ def draw(results: list[SimulationResult], path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _distribution(axes, values: np.ndarray, counts: np.ndarray, label: str) -> None:
+def _distribution(axes: Axes, values: np.ndarray, counts: np.ndarray, label: str) -> None:
     if values.size:
         axes.step(values, np.cumsum(counts) / counts.sum(), where="post", label=label)
 
 
-def _tail(axes, values: np.ndarray, counts: np.ndarray, label: str) -> None:
+def _tail(axes: Axes, values: np.ndarray, counts: np.ndarray, label: str) -> None:
     """1 - distribution: a stalled decode shows in one token of hundreds."""
     if values.size:
         later = 1 - np.cumsum(counts) / counts.sum()
         axes.step(values[:-1], later[:-1], where="post", label=label)
 
 
-def _finish(axes, x: str, y: str) -> None:
+def _finish(axes: Axes, x: str, y: str) -> None:
     if axes.lines:
         positive = [line.get_xdata()[line.get_xdata() > 0] for line in axes.lines]
         if all(values.size for values in positive):
@@ -71,7 +72,7 @@ def _finish(axes, x: str, y: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _tokens_over_time(axes, result: SimulationResult, end: float) -> None:
+def _tokens_over_time(axes: Axes, result: SimulationResult, end: float) -> None:
     edges = np.linspace(0, end, _BINS + 1)
     for prefill, label in ((True, "prefill tokens/s"), (False, "decode tokens/s")):
         rate = sum(_rate(engine, prefill, edges) for engine in result.engines)
@@ -88,7 +89,7 @@ def _rate(engine: EngineUsage, prefill: bool, edges: np.ndarray) -> np.ndarray:
     return tokens / np.diff(edges)
 
 
-def _occupancy(axes, result: SimulationResult, end: float) -> None:
+def _occupancy(axes: Axes, result: SimulationResult, end: float) -> None:
     """Share of KV blocks held, a line per engine, and the waiting sequences of all."""
     for engine in result.engines:
         time, usage = np.append(engine.time, end), np.append(engine.cache_usage, 0.0)

@@ -35,10 +35,6 @@ class PackedLayout:
             offset += math.prod(shape)
         self.size = offset
 
-    def new(self) -> np.ndarray:
-        """A zeroed row."""
-        return np.zeros(self.size, np.int32)
-
     def view(self, row: np.ndarray, name: str) -> np.ndarray:
         """A writable view of one field of `row`, in the field's own dtype and shape."""
         shape, dtype = self.fields[name]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.launch.planner.gpus import Gpu
-from deepinfer_jax.models.base import CacheSpec, PagedCache
+from deepinfer_jax.models.base import CacheSpec
 from deepinfer_jax.runner import kv_pools
 
 
@@ -193,12 +193,3 @@ def step_floor(
         size / gpu.bandwidth,
         exchange_seconds,
     )
-
-
-def caches_per_token(caches: tuple[CacheSpec, ...]) -> dict[str, int]:
-    """Bytes per token of each paged cache on a device without tp."""
-    return {
-        c.name: c.layers * math.prod(c.entry_shape) * np.dtype(c.dtype).itemsize
-        for c in caches
-        if isinstance(c, PagedCache)
-    }

@@ -52,15 +52,6 @@ class HeadLayout:
     def kv_local(self) -> int:
         return self.kv_stored // self.tp
 
-    @property
-    def qkv_rows(self) -> tuple[int, int, int]:
-        """Rows of the checkpoint's q, k and v projections."""
-        return (
-            self.q_heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-
 
 def kv_cache_specs(
     layout: HeadLayout, layers: int, dtype: jnp.dtype

@@ -18,7 +18,6 @@ from deepinfer_jax.models.layers.experts import Experts
 from deepinfer_jax.models.layers.mlp import SwiGLU, swiglu
 from deepinfer_jax.models.layers.param import param, psum_tp
 from deepinfer_jax.models.layers.placement import (
-    Placement,
     expert_load,
     initial_physical_to_logical,
     make_placement,
@@ -111,17 +110,6 @@ class ExpertPlacement(nnx.Module):
         for name, shape in zip(TABLES, shapes, strict=True):
             init = InitialTable(name, num_experts, num_physical)
             setattr(self, name, PlacementTable(jnp.zeros(shape, jnp.int32), init=init))
-
-    def set(self, tables: Placement) -> None:
-        """Replaces the tables (outside a trace). The weights must have been moved to match;
-        ValueError on another shape."""
-        for name in TABLES:
-            new, old = getattr(tables, name), getattr(self, name)
-            if new.shape != old[...].shape:
-                raise ValueError(
-                    f"{name} has shape {new.shape}, the model was built for {old[...].shape}"
-                )
-            old[...] = jnp.asarray(new)
 
 
 class MoE(nnx.Module):

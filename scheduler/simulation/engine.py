@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,10 +15,9 @@ from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.scheduler.simulation.costs import StepCosts
 from deepinfer_jax.scheduler.simulation.deployment import EngineSpec
+from deepinfer_jax.scheduler.simulation.recorder import Recorder
 from deepinfer_jax.scheduler.simulation.result import EngineUsage
-
-if TYPE_CHECKING:
-    from deepinfer_jax.scheduler.simulation.simulate import Simulation
+from deepinfer_jax.scheduler.simulation.traces import Trace
 
 TOKEN, EOS = 0, 1
 """What the simulated model samples: EOS where the trace says the output ends, anything else before.
@@ -32,11 +32,37 @@ class _Step:
     seconds: float
 
 
+class World(Protocol):
+    """What an engine asks of the simulation around it (`simulate.Simulation`)."""
+
+    STEP_END: int
+    trace: Trace
+    recorder: Recorder
+    seed: int
+    now: float
+
+    def at(self, time: float, order: int, action: Callable[..., None], *arguments: Any) -> None:
+        """Calls `action` at `time`; order breaks ties."""
+        ...
+
+    def wake(self, engine: SimEngine) -> None:
+        """The engine may have something to schedule."""
+        ...
+
+    def room_freed(self) -> None: ...
+
+    def prefill_progress(self, seq: Sequence, tokens: int, seconds: float) -> None: ...
+
+    def hand_over(self, source: SimEngine, rank: Scheduler, seq: Sequence) -> None: ...
+
+    def end(self, seq: Sequence, engine: str) -> None: ...
+
+
 class SimEngine:
     """Steps as LLMEngine.step() does: schedule, enqueue, then process; with ZOS the step before the
     one just enqueued."""
 
-    def __init__(self, sim: Simulation, name: str, spec: EngineSpec, costs: StepCosts) -> None:
+    def __init__(self, sim: World, name: str, spec: EngineSpec, costs: StepCosts) -> None:
         config = spec.config
         self.sim, self.name, self.spec, self.costs, self.policy = (
             sim,

@@ -3,7 +3,6 @@ text and JSON."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -197,10 +196,6 @@ class SimulationResult:
             "mean_cache_usage": engine.mean_over_time(engine.cache_usage, self.seconds),
             "max_cache_usage": float(engine.cache_usage.max(initial=0.0)),
         }
-
-    def to_json(self) -> str:
-        """summary() as one JSON object."""
-        return json.dumps(self.summary(), indent=1)
 
     def table(self) -> str:
         """summary() as text."""

@@ -175,7 +175,7 @@ def test_finish_by_stop_string_and_abort_are_well_defined():
     assert not s.finish(seq, SequenceStatus.FINISHED_ABORTED) and seq.finish_reason == "stop"
     assert not s.abort("a") and not s.abort("unknown") and not s.abort(0)
     assert s.has_unfinished()  # still to be collected
-    assert s.collect_finished() == [seq] and not s.has_unfinished()
+    assert s.state.collect_ended() == [seq] and not s.has_unfinished()
     assert s.free_seq(seq) and not s.free_seq(seq)
     s.add_request(make_seq("a"))  # the id may be used again
     with pytest.raises(ValueError, match=r"'a'.*WAITING"):

@@ -35,7 +35,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 
 def compare_step(s: Scheduler, naive: NaiveScheduler, twins: dict, rng: random.Random) -> None:
-    for seq in s.collect_finished():  # the naive one holds nothing beyond the end
+    for seq in s.state.collect_ended():  # the naive one holds nothing beyond the end
         s.free_seq(seq)
     out = s.schedule()
     for seq in out.finished:  # stopped by preemption in this step
