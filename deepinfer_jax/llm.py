@@ -40,6 +40,14 @@ when a batch is larger than max_num_seqs (7 % of the throughput of 600 prompts o
 `deepinfer-jax simulate`); below 16 nothing more is gained."""
 
 
+class InvalidPrompt(ValueError):
+    """One prompt of a call cannot be served. index: its position among the call's prompts."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class LLM:
     """An engine for offline use: `generate`, `stream`, `chat`.
 
@@ -182,6 +190,23 @@ class LLM:
         )
         return self._stream(*self._start(requests))
 
+    def generate_as_finished(
+        self,
+        prompts: str | PromptInput | Seq[PromptInput] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each prompt's output when it is complete; `request_id` is the
+        prompt's index as text. Raises InvalidPrompt, a ValueError, before anything runs.
+
+        Closing the iterator early aborts what is left.
+        """
+        requests = self._requests(
+            prompts, prompt_token_ids, sampling_params, RequestOutputKind.FINAL_ONLY
+        )
+        return self._stream(*self._start(requests))
+
     def _stream(self, ids: list[str], outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
         index = {request_id: str(i) for i, request_id in enumerate(ids)}
         left = set(ids)
@@ -279,8 +304,11 @@ class LLM:
         ids = [f"{call}-{i}" for i in range(len(requests))]
         box = self._calls.open(ids)
         try:
-            for request_id, (prompt, params) in zip(ids, requests, strict=True):
-                self.engine.add_request(request_id, prompt, params)
+            for index, (prompt, params) in enumerate(requests):
+                try:
+                    self.engine.add_request(ids[index], prompt, params)
+                except ValueError as error:
+                    raise InvalidPrompt(index, str(error)) from error
         except Exception:
             self._abandon(ids)
             self._calls.drain()

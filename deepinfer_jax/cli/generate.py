@@ -10,14 +10,19 @@ it stands. Text goes to stdout or to --output; progress and speed go to stderr.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
+from tqdm.auto import tqdm
+
+from deepinfer_jax import json_text
 from deepinfer_jax.cli import common
-from deepinfer_jax.cli.prompts import Prompt, read_prompts, write_results
+from deepinfer_jax.cli.prompts import Prompt, read_prompts
+from deepinfer_jax.cli.results import SUFFIXES, OrderedStream, Results, open_results, result_line
 from deepinfer_jax.cli.speed import Stopwatch
 from deepinfer_jax.flags import add_model_flag
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
@@ -29,8 +34,6 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
 """Unlike the library's 16 tokens at temperature 1: an answer of useful length, the same one each
 time."""
-
-_OUTPUT_SUFFIXES = (".txt", ".jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="write one line per prompt to FILE: .txt (line breaks as \\n) or .jsonl",
+        help="write one line per prompt to FILE: .txt (line breaks as \\n) or .jsonl; an older"
+        " FILE is replaced when all is done",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the .jsonl output of an earlier run holds, and run the other prompts only",
     )
     parser.add_argument(
         "--json", action="store_true", help="print results on stdout as .jsonl does"
@@ -71,31 +80,58 @@ def run(args: argparse.Namespace) -> int:
         else [Prompt(f"prompt {i}", text=t) for i, t in enumerate(args.prompt, 1)]
     )
     params = [_sampling_params(args, p) for p in prompts]
-    with _open_output(args.output) as stream, common.build_llm(args) as llm:
-        tokenizer = llm.get_tokenizer()
-        chat = not args.raw and tokenizer is not None and tokenizer.has_chat_template
-        token_ids = [p.tokenize(tokenizer, chat=chat, system=args.system) for p in prompts]
-        if tokenizer is not None and _can_stream(args, params):
-            _stream_one(llm, prompts[0], token_ids[0], params[0])
-            return 0
-        outputs = _generate(args, llm, token_ids, params)
-        _report_failures(prompts, [o.outputs[0] for o in outputs])
-        if args.output or args.json:
-            write_results(
-                stream, prompts, outputs, as_json=args.json or args.output.endswith(".jsonl")
-            )
-        else:
-            _print_answers(prompts, outputs, as_text=tokenizer is not None)
+    with _results(args, prompts) as (results, done):
+        left = [i for i in range(len(prompts)) if i not in done]
+        if left:
+            _run(args, results, prompts, params, left)
     return 0
 
 
+def _run(
+    args: argparse.Namespace,
+    results: Results,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    left: Sequence[int],
+) -> None:
+    """Completes the prompts with the indices `left`."""
+    with common.build_llm(args) as llm:
+        tokenizer = llm.get_tokenizer()
+        chat = not args.raw and tokenizer is not None and tokenizer.has_chat_template
+        ids = {i: prompts[i].tokenize(tokenizer, chat=chat, system=args.system) for i in left}
+        if tokenizer is not None and _can_stream(args, params):
+            _stream_one(llm, prompts[0], ids[0], params[0])
+            return
+        as_json = args.json or (args.output is not None and args.output.endswith(".jsonl"))
+        with Stopwatch() as watch:
+            count = tokens = 0
+            for i, output in _outputs(args, llm, prompts, params, ids):
+                if args.output or args.json:
+                    line = result_line(i, prompts[i], output, as_json=as_json)
+                else:
+                    line = _answers(prompts, i, output, as_text=tokenizer is not None)
+                results.add(i, line)
+                _report_failure(prompts[i], output.outputs[0])
+                count += 1
+                tokens += sum(len(c.token_ids) for c in output.outputs)
+        print(watch.report(count, tokens), file=sys.stderr)
+
+
 def _check(args: argparse.Namespace) -> None:
-    if args.output and Path(args.output).suffix not in _OUTPUT_SUFFIXES:
-        raise ValueError(
-            f"--output must end in {' or '.join(_OUTPUT_SUFFIXES)}, got {args.output!r}"
-        )
+    if args.output and Path(args.output).suffix not in SUFFIXES:
+        raise ValueError(f"--output must end in {' or '.join(SUFFIXES)}, got {args.output!r}")
+    if args.output and args.input and os.path.realpath(args.output) == os.path.realpath(args.input):
+        raise ValueError(f"--output {args.output} is the input file itself")
+    if args.resume and not (args.output and args.output.endswith(".jsonl")):
+        raise ValueError("--resume continues an --output file that ends in .jsonl")
     if args.system is not None and args.raw:
         raise ValueError("--system is part of the chat template, which --raw leaves out")
+    given = {f"prompt {i}": text for i, text in enumerate(args.prompt or (), 1)}
+    for name, text in {**given, "--system": args.system or ""}.items():
+        try:
+            json_text.check_text(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def _sampling_params(args: argparse.Namespace, prompt: Prompt) -> SamplingParams:
@@ -106,19 +142,25 @@ def _sampling_params(args: argparse.Namespace, prompt: Prompt) -> SamplingParams
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         return SamplingParams.from_dict(values)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{prompt.source}: {error}" if prompt.sampling else str(error)) from error
 
 
-@contextlib.contextmanager
-def _open_output(path: str | None) -> Iterator[TextIO]:
-    """The output file, opened before the model loads so that a path that cannot be written is known
-    at once."""
-    if path is None:
-        yield sys.stdout
+@contextmanager
+def _results(
+    args: argparse.Namespace, prompts: Sequence[Prompt]
+) -> Iterator[tuple[Results, set[int]]]:
+    """Where results go, and the indices of prompts that have theirs."""
+    if args.output:
+        tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        with open_results(args.output, prompts, resume=args.resume, say=tell) as opened:
+            yield opened
         return
-    with open(path, "w", encoding="utf-8") as stream:
-        yield stream
+    ordered = OrderedStream(sys.stdout)
+    try:
+        yield ordered, set()
+    finally:
+        ordered.close()
 
 
 def _can_stream(args: argparse.Namespace, params: Sequence[SamplingParams]) -> bool:
@@ -138,15 +180,14 @@ def _stream_one(llm: LLM, prompt: Prompt, token_ids: list[int], params: Sampling
             llm.stream(prompt_token_ids=token_ids, sampling_params=params), _write_now
         )
     print()
-    _report_failures([prompt], [last])
+    _report_failure(prompt, last)
     print(watch.report(1, tokens), file=sys.stderr)
 
 
-def _report_failures(prompts: Sequence[Prompt], completions: Sequence[CompletionOutput]) -> None:
-    """One line on stderr per prompt that was not answered; the others' results stand."""
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if completion.finish_reason not in (None, "stop", "length"):
-            print(f"{prompt.source}: not completed: {completion.finish_reason}", file=sys.stderr)
+def _report_failure(prompt: Prompt, completion: CompletionOutput) -> None:
+    """One line on stderr for a prompt that was not answered; the others' results stand."""
+    if completion.finish_reason not in (None, "stop", "length"):
+        print(f"{prompt.source}: not completed: {completion.finish_reason}", file=sys.stderr)
 
 
 def _write_now(text: str) -> None:
@@ -154,34 +195,38 @@ def _write_now(text: str) -> None:
     sys.stdout.flush()
 
 
-def _generate(
-    args: argparse.Namespace, llm: LLM, token_ids: list[list[int]], params: list[SamplingParams]
-) -> list[RequestOutput]:
-    progress = sys.stderr.isatty() if args.progress is None else args.progress
-    with Stopwatch() as watch:
-        outputs = llm.generate(
-            prompt_token_ids=token_ids, sampling_params=params, use_tqdm=progress
+def _outputs(
+    args: argparse.Namespace,
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    ids: Mapping[int, list[int]],
+) -> Iterator[tuple[int, RequestOutput]]:
+    """(index of the prompt, output) as the requests finish. A refused request is named by the line
+    it comes from, before anything runs."""
+    from deepinfer_jax.llm import InvalidPrompt
+
+    order = list(ids)
+    try:
+        outputs = llm.generate_as_finished(
+            prompt_token_ids=[ids[i] for i in order], sampling_params=[params[i] for i in order]
         )
-    print(
-        watch.report(len(outputs), sum(len(c.token_ids) for o in outputs for c in o.outputs)),
-        file=sys.stderr,
-    )
-    return outputs
+    except InvalidPrompt as error:
+        raise ValueError(f"{prompts[order[error.index]].source}: {error}") from error
+    show = sys.stderr.isatty() if args.progress is None else args.progress
+    with tqdm(total=len(order), disable=not show, unit="req", dynamic_ncols=True) as bar:
+        for output in outputs:
+            yield order[int(output.request_id)], output
+            bar.update()
 
 
-def _print_answers(
-    prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], *, as_text: bool
-) -> None:
-    """Answers on stdout; each under its prompt where there are several. Without a tokenizer: token
+def _answers(prompts: Sequence[Prompt], index: int, output: RequestOutput, *, as_text: bool) -> str:
+    """Answers for people, under their prompt where there are several. Without a tokenizer: token
     ids."""
-    several = len(prompts) > 1 or len(outputs[0].outputs) > 1
-    for prompt, output in zip(prompts, outputs, strict=True):
-        if several:
-            print(f">>> {_title(prompt)}")
-        for completion in output.outputs:
-            print(completion.text if as_text else " ".join(map(str, completion.token_ids)))
-        if several:
-            print()
+    texts = [c.text if as_text else " ".join(map(str, c.token_ids)) for c in output.outputs]
+    if len(prompts) == 1 and len(texts) == 1:
+        return texts[0]
+    return "\n".join([f">>> {_title(prompts[index])}", *texts, ""])
 
 
 def _title(prompt: Prompt) -> str:

@@ -1,17 +1,19 @@
-"""Reading prompts from files and writing results: one line per prompt, as text or as JSON."""
+"""Reading prompts from files: one line per prompt, as text or as JSON. Everything that can be wrong
+with a line is found before anything runs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_jax import json_text
 
 if TYPE_CHECKING:
-    from deepinfer_jax.outputs import LogprobDict, RequestOutput
     from deepinfer_jax.text.tokenizer import Tokenizer
 
+_MAX_TOKEN_ID = 2**31 - 1
 _KEYS = ("id", "prompt", "prompt_token_ids", "messages", "sampling_params")
 
 
@@ -24,7 +26,7 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    id: Any = None
+    id: str | int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of this prompt alone; they override the command's."""
 
@@ -65,26 +67,40 @@ def read_prompts(path: str) -> list[Prompt]:
             f"{path}: prompts are read from .txt (one per line) or .jsonl (one object per line),"
             f" got {suffix or 'no suffix'!r}"
         )
+    data = Path(path).read_bytes()
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error}") from error
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line}: not UTF-8: {error}") from error
     numbered = [
         (f"{path}:{n}", line.rstrip("\r")) for n, line in enumerate(lines, 1) if line.strip()
     ]
     if not numbered:
         raise ValueError(f"{path}: no prompts in it")
-    return [
+    prompts = [
         Prompt(source, text=line) if suffix == ".txt" else _parse_object(source, line)
         for source, line in numbered
     ]
+    _check_ids(prompts)
+    return prompts
+
+
+def _check_ids(prompts: Sequence[Prompt]) -> None:
+    """An id names one result: ValueError for the second line that has it."""
+    first: dict[str | int, str] = {}
+    for prompt in prompts:
+        if prompt.id is not None and first.setdefault(prompt.id, prompt.source) != prompt.source:
+            raise ValueError(
+                f"{prompt.source}: the id {prompt.id!r} is that of {first[prompt.id]} too"
+            )
 
 
 def _parse_object(source: str, line: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}: not JSON: {error}") from error
+        value = json_text.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     if isinstance(value, str):
         return Prompt(source, text=value)
     if not isinstance(value, dict):
@@ -111,70 +127,36 @@ def _check(source: str, value: Mapping[str, Any]) -> None:
             f" {given or 'none'}"
         )
     if "prompt" in value and not isinstance(value["prompt"], str):
-        raise ValueError(f"{source}: prompt must be a string, got {value['prompt']!r}")
-    ids = value.get("prompt_token_ids", [])
-    if not isinstance(ids, list) or not all(
-        isinstance(i, int) and not isinstance(i, bool) for i in ids
-    ):
-        raise ValueError(f"{source}: prompt_token_ids must be a list of integers")
-    if not isinstance(value.get("messages", []), list):
-        raise ValueError(f"{source}: messages must be a list")
+        raise ValueError(f"{source}: prompt must be a string, got {_shown(value['prompt'])}")
+    _check_token_ids(source, value.get("prompt_token_ids", [0]))
+    _check_messages(source, value.get("messages", [{"role": ""}]))
+    given_id = value.get("id")
+    if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
+        raise ValueError(f"{source}: id must be a string or an integer, got {_shown(given_id)}")
     if not isinstance(value.get("sampling_params", {}), dict):
         raise ValueError(f"{source}: sampling_params must be an object")
 
 
-def write_results(
-    stream: TextIO, prompts: Iterable[Prompt], outputs: Iterable[RequestOutput], *, as_json: bool
-) -> None:
-    """One line per prompt: JSON, or the text with its line breaks written as \\n (of the first
-    completion)."""
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        if as_json:
-            stream.write(
-                json.dumps(result_record(index, prompt, output), ensure_ascii=False) + "\n"
+def _check_token_ids(source: str, ids: Any) -> None:
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"{source}: prompt_token_ids must be a list of integers")
+    if not ids:
+        raise ValueError(f"{source}: prompt_token_ids is empty")
+    outside = next((i for i in ids if not 0 <= i <= _MAX_TOKEN_ID), None)
+    if outside is not None:
+        raise ValueError(f"{source}: token id {outside} is outside [0, {_MAX_TOKEN_ID}]")
+
+
+def _check_messages(source: str, messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{source}: messages must be a list of at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"{source}: messages[{i}] must be an object with a role, got {_shown(message)}"
             )
-        else:
-            stream.write(
-                output.outputs[0]
-                .text.replace("\\", "\\\\")
-                .replace("\r", "\\r")
-                .replace("\n", "\\n")
-                + "\n"
-            )
 
 
-def result_record(index: int, prompt: Prompt, output: RequestOutput) -> dict[str, Any]:
-    """What a line of a .jsonl result holds; log-probabilities only where they were asked for."""
-    record: dict[str, Any] = {"index": index, "request_id": output.request_id}
-    if prompt.id is not None:
-        record["id"] = prompt.id
-    for key, value in (("prompt", prompt.text), ("messages", prompt.messages)):
-        if value is not None:
-            record[key] = value
-    record["prompt_token_ids"] = list(output.prompt_token_ids)
-    if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [
-            None if d is None else _logprobs(d) for d in output.prompt_logprobs
-        ]
-    record["outputs"] = [_completion(c) for c in output.outputs]
-    return record
-
-
-def _completion(completion: Any) -> dict[str, Any]:
-    record = {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if completion.logprobs is not None:
-        record["cumulative_logprob"] = completion.cumulative_logprob
-        record["logprobs"] = [_logprobs(d) for d in completion.logprobs]
-    return record
-
-
-def _logprobs(entries: LogprobDict) -> list[dict[str, Any]]:
-    return [
-        {"token_id": i, "logprob": p.logprob, "rank": p.rank, "token": p.decoded_token}
-        for i, p in entries.items()
-    ]
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

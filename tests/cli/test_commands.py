@@ -9,86 +9,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
-import tiny_tokenizers as tiny
+from fake_llm import FakeLLM
 
 from deepinfer_jax import cli
 from deepinfer_jax.cli import common
 from deepinfer_jax.cli.speed import Stopwatch
-from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind
-from deepinfer_jax.text.tokenizer import Tokenizer
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-class FakeLLM:
-    """Answers every prompt with its text in capitals, and notes the calls."""
-
-    def __init__(self, *, chat: bool = True, tokenizer: bool = True) -> None:
-        self._tokenizer = (
-            Tokenizer(tiny.byte_level(), chat_templates={"default": CHAT} if chat else None)
-            if tokenizer
-            else None
-        )
-        self.calls: list[SimpleNamespace] = []
-        self.closed = False
-        self.reason = "length"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.closed = True
-
-    def get_tokenizer(self):
-        return self._tokenizer
-
-    def generate(self, *, prompt_token_ids, sampling_params, use_tqdm):
-        self.calls.append(
-            SimpleNamespace(ids=prompt_token_ids, params=sampling_params, use_tqdm=use_tqdm)
-        )
-        return [
-            self._answer(i, ids, p.n)
-            for i, (ids, p) in enumerate(zip(prompt_token_ids, sampling_params, strict=True))
-        ]
-
-    def stream(self, *, prompt_token_ids, sampling_params):
-        self.calls.append(SimpleNamespace(ids=[prompt_token_ids], params=[sampling_params]))
-        answer = self._answer(0, prompt_token_ids, 1).outputs[0]
-        for char, token in zip(answer.text, answer.token_ids, strict=True):
-            if char == "!":
-                raise KeyboardInterrupt
-            yield RequestOutput(
-                "r", None, prompt_token_ids, outputs=[CompletionOutput(0, char, [token])]
-            )
-        yield RequestOutput(
-            "r",
-            None,
-            prompt_token_ids,
-            outputs=[CompletionOutput(0, "", [], finish_reason=self.reason)],
-            finished=True,
-        )
-
-    def _answer(self, index, ids, n):
-        text = self._tokenizer.decode(ids).upper() if self._tokenizer else ""
-        outputs = [
-            CompletionOutput(k, text, list(ids), finish_reason=self.reason) for k in range(n)
-        ]
-        return RequestOutput(f"r{index}", None, list(ids), outputs=outputs, finished=True)
-
-    def prompts(self, call=0) -> list[str]:
-        return [self._tokenizer.decode(ids) for ids in self.calls[call].ids]
-
-
-@pytest.fixture
-def llm(monkeypatch):
-    fake = FakeLLM()
-    monkeypatch.setattr(common, "build_llm", lambda args, **kw: fake)
-    return fake
 
 
 def run(*argv: str) -> int:
@@ -100,7 +29,7 @@ def test_generate_applies_the_chat_template(llm, capsys):
     captured = capsys.readouterr()
     assert captured.out == "<SYSTEM>S<USER>HI<ASSISTANT>\n"
     assert "1 prompt, 28 tokens in" in captured.err and "tokens/s" in captured.err
-    assert llm.closed and llm.calls[0].use_tqdm is False
+    assert llm.closed
     assert (llm.calls[0].params[0].max_tokens, llm.calls[0].params[0].temperature) == (128, 0.0)
 
 
@@ -119,8 +48,9 @@ def test_generate_raw_and_several_prompts(llm, capsys):
         )
         == 0
     )
-    assert capsys.readouterr().out == ">>> one\nONE\n\n>>> two lines\nTWO\nLINES\n\n"
-    assert llm.prompts() == ["one", "two\nlines"] and llm.calls[0].use_tqdm is True
+    captured = capsys.readouterr()
+    assert captured.out == ">>> one\nONE\n\n>>> two lines\nTWO\nLINES\n\n"
+    assert llm.prompts() == ["one", "two\nlines"] and "2/2" in captured.err
 
 
 def test_a_model_without_a_chat_template_gets_raw_text(monkeypatch, capsys):
