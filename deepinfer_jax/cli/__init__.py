@@ -5,7 +5,7 @@ A subcommand's module is imported only when it is called, so `--help` is quick a
 no JAX. To add one, write the module and one line in COMMANDS.
 
 Imports: deepinfer_jax, launch, launch.planner, llm, rpc, kv, runner, text, models, scheduler,
-scheduler.simulation, config, outputs, sampling_params, flags.
+scheduler.simulation, config, json_text, outputs, sampling_params, flags.
 """
 
 from __future__ import annotations
