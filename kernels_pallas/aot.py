@@ -47,7 +47,7 @@ TARGETS = {"H200": (H200, (9, 0)), "B200": (B200, (10, 0))}
 _BF16, _FP8, _I32, _F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.float32
 
 
-def _struct(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+def _struct(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -314,7 +314,8 @@ def select(
     )
 
 
-def dispatch(op: str, *args, implementation: str | None = None, **kwargs):
+def dispatch[R](op: str, *args: object, implementation: str | None = None, **kwargs: object) -> R:
+    """What the chosen implementation of `op` returns for these arguments; raises as `select`."""
     function, _ = select(op, args, kwargs, implementation)
     return function(*args, **kwargs)
 

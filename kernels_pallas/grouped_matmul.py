@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
 
 from .dispatch import dispatch
 
@@ -12,7 +15,16 @@ SCALE_BLOCK = 128
 _ROW_TILE_RANGE = (8, 64)
 
 
-def _check(op: str, x, w, group_sizes, w_scale) -> None:
+Stack = Shaped[Array, "E N K"]
+"""One weight matrix per group: floats, or int8 or e4m3 with scales."""
+
+Scales = Float[Array, "E blocks_N blocks_K"] | Float[Array, "E N"]
+Sizes = Int32[Array, " E"]
+
+
+def _check(
+    op: str, x: Float[Array, "M K"], w: Stack, group_sizes: Sizes, w_scale: Scales | None
+) -> None:
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or group_sizes.shape != w.shape[:1]:
         raise ValueError(
             f"{op}: x [M, K], w [E, N, K], group_sizes [E] expected, got {x.shape}, {w.shape},"
@@ -29,13 +41,13 @@ def _check(op: str, x, w, group_sizes, w_scale) -> None:
 
 
 def grouped_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
+    x: Float[Array, "M K"],
+    w: Stack,
+    group_sizes: Sizes,
     *,
-    w_scale: jax.Array | None = None,
+    w_scale: Scales | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "M N"]:
     """`x[M, K]` rows sorted by group times `w[E, N, K]` of their group -> `[M, N]` in x's dtype,
     summed in float32.
 
@@ -50,15 +62,15 @@ def grouped_matmul(
 
 
 def moe_experts(
-    x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    group_sizes: jax.Array,
+    x: Float[Array, "M K"],
+    gate_up: Shaped[Array, "E two_I K"],
+    down: Shaped[Array, "E K I"],
+    group_sizes: Sizes,
     *,
-    scales: tuple[jax.Array, jax.Array] | None = None,
-    row_weights: jax.Array | None = None,
+    scales: tuple[Scales, Scales] | None = None,
+    row_weights: Float[Array, " M"] | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "M K"]:
     """SwiGLU experts: `down[e] @ (silu(gate) * up)` with `gate, up = split(gate_up[e] @ x)`, rows
     sorted by expert -> `[M, K]`.
 
@@ -106,9 +118,13 @@ def _row_tile(rows: int, groups: int) -> int:
     return min(max(low, 1 << (2 * rows // groups - 1).bit_length()), high)
 
 
-def _for_row_tiles(x: jax.Array, group_sizes: jax.Array, width: int, apply) -> jax.Array:
-    """Loop over live (group, row tile) pairs in row order; `apply(group, rows[B, K]) -> [B,
-    width]`.
+def _for_row_tiles(
+    x: Float[Array, "M K"],
+    group_sizes: Sizes,
+    width: int,
+    apply: Callable[[Int32[Array, ""], Float[Array, "B K"]], Float[Array, "B width"]],
+) -> Float[Array, "M width"]:
+    """Loop over live (group, row tile) pairs in row order.
 
     Whole tiles are stored: rows past a group's end are overwritten by the next group's first tile.
     """
@@ -145,13 +161,25 @@ def _product(rows: jax.Array, w: jax.Array, scale: jax.Array | None, group: jax.
     )
 
 
-def grouped_matmul_xla(x, w, group_sizes, *, w_scale=None):
+def grouped_matmul_xla(
+    x: Float[Array, "M K"], w: Stack, group_sizes: Sizes, *, w_scale: Scales | None = None
+) -> Float[Array, "M N"]:
+    """See `grouped_matmul`."""
     return _for_row_tiles(
         x, group_sizes, w.shape[1], lambda group, rows: _product(rows, w, w_scale, group)
     )
 
 
-def moe_experts_xla(x, gate_up, down, group_sizes, *, scales=None, row_weights=None):
+def moe_experts_xla(
+    x: Float[Array, "M K"],
+    gate_up: Shaped[Array, "E two_I K"],
+    down: Shaped[Array, "E K I"],
+    group_sizes: Sizes,
+    *,
+    scales: tuple[Scales, Scales] | None = None,
+    row_weights: Float[Array, " M"] | None = None,
+) -> Float[Array, "M K"]:
+    """See `moe_experts`."""
     gate_up_scale, down_scale = scales or (None, None)
 
     def expert(group, rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from .dispatch import dispatch
 
@@ -19,8 +20,12 @@ def cast_to_cache(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def kv_write(
-    pool: jax.Array, rows: jax.Array, write_slots: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+    pool: Float[Array, "N bs *E"],
+    rows: Float[Array, " T *E"],
+    write_slots: Int32[Array, " T"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "N bs *E"]:
     """Return `pool[N, bs, *E]` with `rows[T, *E]` at `write_slots[T]` (block * bs + offset); slots
     >= N * bs are dropped.
 
@@ -35,7 +40,9 @@ def kv_write(
     return dispatch("kv_write", pool, rows, write_slots, implementation=implementation)
 
 
-def kv_write_xla(pool: jax.Array, rows: jax.Array, write_slots: jax.Array) -> jax.Array:
+def kv_write_xla(
+    pool: Float[Array, "N bs *E"], rows: Float[Array, " T *E"], write_slots: Int32[Array, " T"]
+) -> Float[Array, "N bs *E"]:
     flat = pool.reshape(-1, *pool.shape[2:])
     # unique_indices would be wrong: padding rows share one out-of-range slot
     flat = flat.at[write_slots].set(cast_to_cache(rows, pool.dtype), mode="drop")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
+from .arrays import Attended, Keys, Lens, Queries, Sinks, Tables, Values
 from .dispatch import dispatch
 
 _CHUNK = 16  # sequences per chunk
@@ -13,7 +14,14 @@ _TILE_FEW, _TILE_MANY = 128, 64  # keys per tile with up to 4 sequences, and abo
 _MULTIPLY_ROWS = 4
 
 
-def check_attention_args(op: str, q, k_pool, v_pool, block_tables, v_dim) -> int:
+def check_attention_args(
+    op: str,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    v_dim: int | None,
+) -> int:
     """Validate what decode and prefill share; returns the width of a value."""
     if (
         q.ndim != 3
@@ -40,28 +48,35 @@ def check_attention_args(op: str, q, k_pool, v_pool, block_tables, v_dim) -> int
     return v_pool.shape[3]
 
 
+def in_bounds(block_tables: Tables, kv_lens: Lens, k_pool: Keys) -> tuple[Tables, Lens]:
+    """Ids outside the pool, and lengths outside the table, as the nearest ones inside."""
+    most = block_tables.shape[1] * k_pool.shape[1]
+    return jnp.clip(block_tables, 0, k_pool.shape[0] - 1), jnp.clip(kv_lens, 0, most)
+
+
 def paged_decode(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array | None,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
     *,
     scale: float,
     q_per_seq: int = 1,
     v_dim: int | None = None,
     sliding_window: int | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Sinks | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Attended:
     """Softmax attention of `q[S * q_per_seq, H, D]` over the pages of S sequences -> `[S *
     q_per_seq, H, Dv]` in q's dtype.
 
     k_pool, v_pool: `[N, bs, KH, D]` and `[N, bs, KH, Dv]`; v_pool None: values are the first
     `v_dim` columns of the keys (absorbed MLA: KH = 1, D = kv_lora_rank + rope, Dv = kv_lora_rank).
-    block_tables: i32 `[S, P]`; entries past a sequence's pages may be any valid block id, whose
-    content never matters. kv_lens: i32 `[S]`, keys per sequence; 0 marks a padding sequence, whose
-    rows are zeros. Row j of a sequence's q_per_seq rows sits at position p = kv_len - q_per_seq + j
+    block_tables: i32 `[S, P]`; entries past a sequence's pages may be any block id, whose content
+    never matters. kv_lens: i32 `[S]`, keys per sequence; 0 marks a padding sequence, whose rows are
+    zeros. Off the GPU, ids outside the pool and lengths outside the table count as the nearest ones
+    inside. Row j of a sequence's q_per_seq rows sits at position p = kv_len - q_per_seq + j
     and sees keys k with k <= p and, with a window w, k > p - w. sinks: f32 `[H]`, a logit per head
     that takes part in the softmax's denominator only. Scores and sums are float32. Raises
     ValueError on shapes that do not fit together.
@@ -89,24 +104,25 @@ def paged_decode(
 
 
 def paged_decode_xla(
-    q,
-    k_pool,
-    v_pool,
-    block_tables,
-    kv_lens,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
     *,
-    scale,
-    q_per_seq=1,
-    v_dim=None,
-    sliding_window=None,
-    sinks=None,
-):
+    scale: float,
+    q_per_seq: int = 1,
+    v_dim: int | None = None,
+    sliding_window: int | None = None,
+    sinks: Sinks | None = None,
+) -> Attended:
     """Reads live pages only: sequences sorted by length in chunks of `_CHUNK`, each chunk a loop
     over the key tiles of its longest.
 
     Measured against a gather of the whole table and a flat list of (sequence, tile) items:
     docs/decisions/003-cpu-attention.md.
     """
+    block_tables, kv_lens = in_bounds(block_tables, kv_lens, k_pool)
     s, (_, bs, kh, _), h = block_tables.shape[0], k_pool.shape, q.shape[1]
     dv, chunk = (v_dim if v_pool is None else v_pool.shape[3]), min(_CHUNK, s)
     tile_pages = max(1, (_TILE_FEW if s <= 4 else _TILE_MANY) // bs)
@@ -158,16 +174,29 @@ def paged_decode_xla(
 
 
 def _attend_chunk(
-    rows, tables, lens, k_pool, v_pool, dv, tile_pages, q_per_seq, sliding_window, sink
-):
-    """Online softmax of `rows[W, KH, R, D]` (R = q_per_seq * H / KH, scaled) over key tiles -> f32
-    `[W, KH, R, Dv]`."""
+    rows: Float[Array, "W KH R D"],
+    tables: Int32[Array, "W P"],
+    lens: Int32[Array, " W"],
+    k_pool: Keys,
+    v_pool: Values | None,
+    dv: int,
+    tile_pages: int,
+    q_per_seq: int,
+    sliding_window: int | None,
+    sink: Float[Array, "1 KH R 1"] | None,
+) -> Float[Array, "W KH R Dv"]:
+    """Online softmax of scaled rows (R = q_per_seq * H / KH) over key tiles."""
     w, kh, r, d = rows.shape
     tile = tile_pages * k_pool.shape[1]
     row = jnp.arange(r, dtype=jnp.int32) // (r // q_per_seq)
     position = lens[:, None] - q_per_seq + row  # [W, R]
 
-    def load(pool, ids, live, width):
+    def load(
+        pool: Keys | Values,
+        ids: Int32[Array, "W tile"],
+        live: Bool[Array, "W K"] | None,
+        width: int,
+    ) -> Float[Array, "W K KH width"]:
         pages = (
             pool.at[ids]
             .get(mode="promise_in_bounds")
@@ -214,8 +243,10 @@ def _attend_chunk(
     return jnp.where((lens > 0)[:, None, None, None], acc / jnp.where(total > 0, total, 1), 0)
 
 
-def _scores(rows, k):
-    """rows[W, KH, R, D], k[W, K, KH, D] -> [W, KH, R, K]. Few rows: XLA's fused product and sum
+def _scores(
+    rows: Float[Array, "W KH R D"], k: Float[Array, "W K KH D"]
+) -> Float[Array, "W KH R K"]:
+    """Few rows: XLA's fused product and sum
     beats a batch of tiny matmuls."""
     if rows.shape[2] > _MULTIPLY_ROWS:
         return jnp.einsum("shrd,skhd->shrk", rows, k)
@@ -224,7 +255,9 @@ def _scores(rows, k):
     ).transpose(0, 2, 3, 1)
 
 
-def _weighted_values(weights, v):
+def _weighted_values(
+    weights: Float[Array, "W KH R K"], v: Float[Array, "W K KH Dv"]
+) -> Float[Array, "W KH R Dv"]:
     if weights.shape[2] > _MULTIPLY_ROWS:
         return jnp.einsum("shrk,skhv->shrv", weights, v)
     return jnp.sum(

@@ -3,32 +3,32 @@ step's keys."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .arrays import Attended, Keys, Lens, Queries, SeqIds, Sinks, Starts, Tables, Values
 from .dispatch import dispatch
-from .paged_decode import check_attention_args
+from .paged_decode import check_attention_args, in_bounds
 
 _Q_TILE = 128
 _K_TILE = 256
 
 
 def ragged_prefill(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array | None,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    q_starts: jax.Array,
-    seq_ids: jax.Array,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
+    q_starts: Starts,
+    seq_ids: SeqIds,
     *,
     scale: float,
     v_dim: int | None = None,
     sliding_window: int | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Sinks | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Attended:
     """Causal softmax attention of packed rows `q[T, H, D]` -> `[T, H, Dv]` in q's dtype; padding
     rows are zeros.
 
@@ -66,25 +66,27 @@ def ragged_prefill(
 
 
 def ragged_prefill_xla(
-    q,
-    k_pool,
-    v_pool,
-    block_tables,
-    kv_lens,
-    q_starts,
-    seq_ids,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
+    q_starts: Starts,
+    seq_ids: SeqIds,
     *,
-    scale,
-    v_dim=None,
-    sliding_window=None,
-    sinks=None,
-):
+    scale: float,
+    v_dim: int | None = None,
+    sliding_window: int | None = None,
+    sinks: Sinks | None = None,
+) -> Attended:
     """Flash-style tiles with dynamic trip counts: a loop over live (sequence, q tile) items around
     one over visible key tiles.
 
     Items come in row order and store whole q tiles: the rows of a tile that lie past its sequence
     are overwritten by the next item.
     """
+    block_tables, kv_lens = in_bounds(block_tables, kv_lens, k_pool)
+    q_starts = jnp.clip(lax.cummax(q_starts), 0, q.shape[0])
     t, h, d = q.shape
     pages, bs, kh = block_tables.shape[1], k_pool.shape[1], k_pool.shape[2]
     dv, group = (v_dim if v_pool is None else v_pool.shape[3]), h // kh

@@ -131,7 +131,9 @@ class GroupedCase:
     scale: str | None = None
 
 
-def _weights(rng, case: GroupedCase, n: int, k: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _weights(
+    rng: np.random.Generator, case: GroupedCase, n: int, k: int
+) -> tuple[np.ndarray, np.ndarray | None]:
     e = len(case.sizes)
     w = rng.standard_normal((e, n, k)) * (
         30 if case.w_dtype == "int8" else k**-0.5 if case.scale is None else 1
@@ -198,7 +200,13 @@ def grouped_oracle(
     return out
 
 
-def experts_oracle(x, gate_up, down, group_sizes, scales) -> np.ndarray:
+def experts_oracle(
+    x: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    group_sizes: np.ndarray,
+    scales: tuple[np.ndarray, np.ndarray] | None,
+) -> np.ndarray:
     gate_up_scale, down_scale = scales or (None, None)
     gate, up = np.split(grouped_oracle(x, gate_up, group_sizes, gate_up_scale), 2, axis=-1)
     return grouped_oracle(gate / (1 + np.exp(-gate)) * up, down, group_sizes, down_scale)

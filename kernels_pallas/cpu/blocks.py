@@ -27,7 +27,9 @@ DTYPES = (
 )
 
 
-def unsupported_reason(caches: Sequence[Sequence[jax.Array]], *_, **__) -> str | None:
+def unsupported_reason(
+    caches: Sequence[Sequence[jax.Array]], *_: object, **__: object
+) -> str | None:
     """Why the compiled copy cannot take these pools; None if it can."""
     unknown = {np.dtype(p.dtype).name for pools in caches for p in pools} - {*DTYPES}
     if unknown:

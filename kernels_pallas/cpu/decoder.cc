@@ -1,7 +1,8 @@
-// A decode step's dense decoder layers on CPU as one XLA FFI custom call: norm, q/k/v, rotation, cache write, attention, output
-// product, norm, SwiGLU. One call instead of dozens per layer keeps the threads together (a phase costs them well under a
-// microsecond) and activations in the cache. Products and attention are those of product.h and attention.h; activations
-// are float32 from the first layer to the last whatever the weights' format.
+// A decode step's dense decoder layers on CPU as one XLA FFI custom call: norm, q/k/v, rotation,
+// cache write, attention, output product, norm, SwiGLU. One call instead of dozens per layer keeps
+// the threads together (a phase costs them well under a microsecond) and activations in the cache.
+// Products and attention are those of product.h and attention.h; activations are float32 from the
+// first layer to the last whatever the weights' format.
 #include <cmath>
 #include <cstdio>
 #include <utility>
@@ -77,10 +78,17 @@ struct Layer {
   void norm_next_all() const {
     for (int64_t i = 0; i < step->m; i++) norm_next(i);
   }
-  bool reads_qkv(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(qkv, i, part, from, bytes); }
-  bool reads_out(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(out, i, part, from, bytes); }
-  bool reads_down(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return reads(down, i, part, from, bytes); }
-  static bool reads(const Product& product, int64_t i, int64_t part, const char** from, int64_t* bytes) {
+  bool reads_qkv(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    return reads(qkv, i, part, from, bytes);
+  }
+  bool reads_out(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    return reads(out, i, part, from, bytes);
+  }
+  bool reads_down(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    return reads(down, i, part, from, bytes);
+  }
+  static bool reads(const Product& product, int64_t i, int64_t part, const char** from,
+                    int64_t* bytes) {
     const auto p = product.part(i, product.w.n);
     return product.reads(p.n0, p.n1, part, from, bytes);
   }
@@ -97,7 +105,8 @@ struct Layer {
     const auto p = product.part(i, product.w.n);
     product.run(p);
     for (int64_t m = p.m0; m < p.m1; m++)
-      for (int64_t n = p.n0; n < p.n1; n++) step->x[m * step->hidden + n] += product.y[m * step->hidden + n];
+      for (int64_t n = p.n0; n < p.n1; n++)
+        step->x[m * step->hidden + n] += product.y[m * step->hidden + n];
   }
 
   void swiglu(int64_t i) const {
@@ -124,7 +133,8 @@ struct Layer {
       std::memcpy(to + c, &v, sizeof v);
     }
     if (norm) rms_norm(to, norm, d, step->eps, to);
-    if (rotated) rotate(to, step->cos + t * step->rotated, step->sin + t * step->rotated, step->rotated);
+    if (rotated)
+      rotate(to, step->cos + t * step->rotated, step->sin + t * step->rotated, step->rotated);
   }
 
   template <typename T> void store(T* to, const float* from) const {
@@ -134,7 +144,8 @@ struct Layer {
     }
   }
   template <typename T> void write(const Decode::Unit& u, float* row) const {
-    const int64_t slot = step->slots[u.sequence], bs = decode.pools.block_size, heads = decode.heads;
+    const int64_t slot = step->slots[u.sequence], bs = decode.pools.block_size,
+                  heads = decode.heads;
     if (slot < 0 || slot >= decode.pools.blocks * bs) return;
     head(u.sequence, heads + u.head, k_norm, true, row);
     store(decode.pools.key<T>(slot / bs, slot % bs, u.head), row);
@@ -147,19 +158,23 @@ struct Layer {
     const Decode::Unit u = decode.unit_of(i);
     const int64_t d = decode.pools.d, len = decode.lens[u.sequence], span = decode.span_of(i);
     float *rows = scratch.get(MAX_ROWS * (2 * d + 2)), *rest = rows + MAX_ROWS * d;
-    if (len > 0 && (decode.spans == 1 || (len - 1) / decode.span_keys == span)) decode.pools.half ? write<uint16_t>(u, rows) : write<float>(u, rows);
+    if (len > 0 && (decode.spans == 1 || (len - 1) / decode.span_keys == span))
+      decode.pools.half ? write<uint16_t>(u, rows) : write<float>(u, rows);
     for (int64_t r = 0; r < u.count && len > 0; r++) {
       head(u.sequence, u.head * decode.group() + r, q_norm, true, rows + r * d);
       for (int64_t c = 0; c < d; c++) rows[r * d + c] *= decode.scale;
     }
-    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, span) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
+    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, span)
+                                 : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
     const bool any = decode.attend_span(u, span, rows, p);
     if (decode.spans == 1 || !any) finish(u, p, any);
   }
   void merge_all() const {
     for (int64_t i = 0; decode.spans > 1 && i < decode.units; i++) merge(i);
   }
-  bool reads_pages(int64_t i, int64_t part, const char** from, int64_t* bytes) const { return decode.reads(i, part, from, bytes); }
+  bool reads_pages(int64_t i, int64_t part, const char** from, int64_t* bytes) const {
+    return decode.reads(i, part, from, bytes);
+  }
   void merge(int64_t i) const {
     const Decode::Unit u = decode.unit(i);
     if (decode.lens[u.sequence] > 0) finish(u, decode.merge(u, i), true);
@@ -190,7 +205,8 @@ struct Reader {
   Vector vector(int64_t n) {
     const XLA_FFI_Buffer* b = next < frame->args.size ? argument(frame, next++) : nullptr;
     const bool half = b && b->dtype == XLA_FFI_DataType_BF16;
-    good = good && b && b->rank == 1 && b->dims[0] == n && (half || b->dtype == XLA_FFI_DataType_F32);
+    good =
+        good && b && b->rank == 1 && b->dims[0] == n && (half || b->dtype == XLA_FFI_DataType_F32);
     return good ? Vector{b->data, half} : Vector{};
   }
   StoredWeights weights(int64_t n, int64_t k) {
@@ -201,12 +217,14 @@ struct Reader {
   }
   const XLA_FFI_Buffer* pool(int64_t head) {
     const XLA_FFI_Buffer* b = next < frame->args.size ? argument(frame, next++) : nullptr;
-    good = good && b && b->rank == 4 && b->dims[3] == head && (b->dtype == XLA_FFI_DataType_F32 || b->dtype == XLA_FFI_DataType_BF16);
+    good = good && b && b->rank == 4 && b->dims[3] == head &&
+           (b->dtype == XLA_FFI_DataType_F32 || b->dtype == XLA_FFI_DataType_BF16);
     return b;
   }
 };
 
-bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& decode, int64_t window, bool biased, bool normed, int64_t threads) {
+bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& decode, int64_t window,
+                bool biased, bool normed, int64_t threads) {
   const Step& s = stack.step;
   const int64_t d = decode.pools.d, rows = (decode.heads + 2 * decode.pools.kv_heads) * d;
   layer.step = &s;
@@ -222,6 +240,8 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   const StoredWeights down = in.weights(s.hidden, inner);
   const XLA_FFI_Buffer *keys = in.pool(d), *values = in.pool(d);
   if (!in.good || keys->dtype != values->dtype || inner % LANES) return false;
+  if (keys->dims[0] < 1 || keys->dims[1] != decode.pools.block_size) return false;
+  if (std::memcmp(keys->dims, values->dims, 4 * sizeof(int64_t))) return false;
   qkv.plan(layer.qkv, s.normed, s.qkv, s.m, threads, rows);
   out.plan(layer.out, s.attended, s.added, s.m, threads, s.hidden);
   gate_up.plan(layer.gate_up, s.normed, s.gate_up, s.m, threads, inner, LANES);
@@ -233,7 +253,8 @@ bool read_layer(Reader& in, Layer& layer, const Stack& stack, const Decode& deco
   return true;
 }
 
-constexpr int64_t FEW_ROWS = 4;  // up to here, whoever ends a product also does the norm that follows
+// Up to here, whoever ends a product also does the norm that follows.
+constexpr int64_t FEW_ROWS = 4;
 
 void add_phases(Stack& stack) {
   const int64_t m = stack.step.m, count = stack.layers.size();
@@ -246,9 +267,11 @@ void add_phases(Stack& stack) {
     const int64_t attended = layer.decode.units * layer.decode.spans;
     if (m <= FEW_ROWS) {
       stack.add<&Layer::attention, &Layer::merge_all, &Layer::reads_pages>(&layer, attended);
-      stack.add<&Layer::project_out, &Layer::norm_mlp_all, &Layer::reads_out>(&layer, layer.out.chunks);
+      stack.add<&Layer::project_out, &Layer::norm_mlp_all, &Layer::reads_out>(&layer,
+                                                                              layer.out.chunks);
       stack.add<&Layer::swiglu, nullptr, &Layer::reads_gate_up>(&layer, layer.gate_up.chunks);
-      stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::reads_down>(&layer, layer.down.chunks);
+      stack.add<&Layer::project_down, &Layer::norm_next_all, &Layer::reads_down>(&layer,
+                                                                                 layer.down.chunks);
     } else {
       stack.add<&Layer::attention, nullptr, &Layer::reads_pages>(&layer, attended);
       if (layer.decode.spans > 1) stack.add<&Layer::merge>(&layer, layer.decode.units);
@@ -264,36 +287,48 @@ void add_phases(Stack& stack) {
 }  // namespace
 }  // namespace deepinfer
 
-// Operands: x f32 [M, hidden]; cos, sin f32 [M, rotated / 2]; block_tables s32 [M, P]; kv_lens s32 [M]; write_slots s32 [M]; the
-// last norm [hidden]; then per layer norm, qkv, [bias], [q norm, k norm], out, norm, gate_up, down (weights: kernel and
-// companions as in matmul.cc), keys and values [N, bs, KH, D]. Attributes: heads, inner, biased, normed s64, eps, scale f32,
-// and window_<i> s64 of the layers that have one. Results: f32 [M, hidden] after the last norm; the pools, aliased to the operands.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_decoder(XLA_FFI_CallFrame* frame) {
+// Operands: x f32 [M, hidden]; cos, sin f32 [M, rotated / 2]; block_tables s32 [M, P]; kv_lens s32
+// [M]; write_slots s32 [M]; the last norm [hidden]; then per layer norm, qkv, [bias], [q norm, k
+// norm], out, norm, gate_up, down (weights: kernel and companions as in matmul.cc), keys and values
+// [N, bs, KH, D]. Attributes: heads, inner, biased, normed s64, eps, scale f32, and window_<i> s64
+// of the layers that have one. Results: f32 [M, hidden] after the last norm; the pools, aliased to
+// the operands.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_decoder(
+    XLA_FFI_CallFrame* frame) {
   using namespace deepinfer;
   if (answered(frame)) return nullptr;
   const int64_t count = (frame->rets.size - 1) / 2;
-  const bool biased = attribute<int64_t>(frame, "biased", 0), normed = attribute<int64_t>(frame, "normed", 0);
-  const int64_t heads = attribute<int64_t>(frame, "heads", 0), inner = attribute<int64_t>(frame, "inner", 0);
-  if (count < 1 || frame->args.size < 7 + 8 * count || heads < 1) return fail(frame, "cpu_decoder: operands are missing");
-  const XLA_FFI_Buffer *x = argument(frame, 0), *cos = argument(frame, 1), *tables = argument(frame, 3), *pool = result(frame, 1);
+  const bool biased = attribute<int64_t>(frame, "biased", 0),
+             normed = attribute<int64_t>(frame, "normed", 0);
+  const int64_t heads = attribute<int64_t>(frame, "heads", 0),
+                inner = attribute<int64_t>(frame, "inner", 0);
+  if (count < 1 || frame->args.size < 7 + 8 * count || heads < 1)
+    return fail(frame, "cpu_decoder: operands are missing");
+  const XLA_FFI_Buffer *x = argument(frame, 0), *cos = argument(frame, 1),
+                       *tables = argument(frame, 3), *pool = result(frame, 1);
   const int64_t m = x->dims[0], hidden = x->dims[1], d = pool->dims[3], kv_heads = pool->dims[2];
   if (m == 0) return nullptr;
   const int64_t threads = pool_threads(frame), width = (heads + 2 * kv_heads) * d;
   auto stack = std::make_unique<Stack>(count, threads);
-  static thread_local Scratch scratch;  // no helper touches it once the last phase is done, which this thread waits for
+  static thread_local Scratch
+      scratch;  // no helper touches it once the last phase is done, which this thread waits for
   float* at = scratch.get(m * (3 * hidden + width + heads * d + 3 * inner));
   auto take = [&](int64_t n) { return std::exchange(at, at + m * n); };
   Step& step = stack->step;
-  step.m = m, step.hidden = hidden, step.rotated = cos->dims[1], step.eps = attribute<float>(frame, "eps", 0);
-  step.cos = data<const float>(cos), step.sin = data<const float>(argument(frame, 2)), step.slots = data<const int32_t>(argument(frame, 5));
-  step.x = take(hidden), step.normed = take(hidden), step.added = take(hidden), step.qkv = take(width), step.attended = take(heads * d);
+  step.m = m, step.hidden = hidden, step.rotated = cos->dims[1],
+  step.eps = attribute<float>(frame, "eps", 0);
+  step.cos = data<const float>(cos), step.sin = data<const float>(argument(frame, 2)),
+  step.slots = data<const int32_t>(argument(frame, 5));
+  step.x = take(hidden), step.normed = take(hidden), step.added = take(hidden),
+  step.qkv = take(width), step.attended = take(heads * d);
   step.gate_up = take(2 * inner), step.inner = take(inner);
   std::memcpy(step.x, x->data, m * hidden * sizeof(float));
   stack->out = data<float>(result(frame, 0));
   Decode decode{};
   decode.pools = {nullptr, nullptr, false, pool->dims[0], pool->dims[1], kv_heads, d, d};
-  decode.tables = data<const int32_t>(tables), decode.lens = data<const int32_t>(argument(frame, 4));
-  decode.sequences = m, decode.pages = tables->dims[1], decode.heads = heads, decode.q_per_seq = 1;
+  decode.tables = data<const int32_t>(tables), decode.pages = tables->dims[1];
+  decode.lens = lengths(argument(frame, 4), decode.pages, decode.pools), decode.sequences = m,
+  decode.heads = heads, decode.q_per_seq = 1;
   decode.scale = attribute<float>(frame, "scale", 1.f);
   decode.plan(threads);
   Reader in{frame, 6};
@@ -301,7 +336,8 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_d
   for (int64_t i = 0; i < count; i++) {
     char name[32];
     std::snprintf(name, sizeof name, "window_%d", static_cast<int>(i));
-    if (!read_layer(in, stack->layers[i], *stack, decode, attribute<int64_t>(frame, name, 0), biased, normed, threads) ||
+    if (!read_layer(in, stack->layers[i], *stack, decode, attribute<int64_t>(frame, name, 0),
+                    biased, normed, threads) ||
         stack->layers[i].gate_up.w.n != 2 * inner)
       return fail(frame, "cpu_decoder: operand types or shapes do not fit together");
   }

@@ -10,7 +10,8 @@ namespace deepinfer {
 
 inline int64_t pool_threads(XLA_FFI_CallFrame* frame) {
   int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &threads};
+  XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr,
+                                          frame->ctx, &threads};
   XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
   if (!error) return threads;
   XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
@@ -19,14 +20,17 @@ inline int64_t pool_threads(XLA_FFI_CallFrame* frame) {
 }
 
 inline XLA_FFI_Error* fail(const XLA_FFI_CallFrame* frame, const char* message) {
-  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, XLA_FFI_Error_Code_INVALID_ARGUMENT};
+  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message,
+                                 XLA_FFI_Error_Code_INVALID_ARGUMENT};
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
-// Whether this call asks for anything but execution; then it is answered, and the handler returns nullptr.
+// Whether this call asks for anything but execution; then it is answered, and the handler returns
+// nullptr.
 inline bool answered(XLA_FFI_CallFrame* frame) {
   if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
+    auto* metadata =
+        reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
     metadata->api_version.minor_version = XLA_FFI_API_MINOR;
     metadata->traits = 0;
@@ -41,13 +45,17 @@ inline const XLA_FFI_Buffer* argument(const XLA_FFI_CallFrame* frame, int64_t i)
 inline const XLA_FFI_Buffer* result(const XLA_FFI_CallFrame* frame, int64_t i) {
   return static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
 }
-template <typename T> T* data(const XLA_FFI_Buffer* buffer) { return static_cast<T*>(buffer->data); }
+template <typename T> T* data(const XLA_FFI_Buffer* buffer) {
+  return static_cast<T*>(buffer->data);
+}
 
 // The scalar attribute of this name and type; `fallback` if there is none.
 template <typename T> T attribute(const XLA_FFI_CallFrame* frame, const char* name, T fallback) {
   for (int64_t i = 0; i < frame->attrs.size; i++) {
     const XLA_FFI_ByteSpan* found = frame->attrs.names[i];
-    if (frame->attrs.types[i] != XLA_FFI_AttrType_SCALAR || found->len != std::strlen(name) || std::memcmp(found->ptr, name, found->len)) continue;
+    if (frame->attrs.types[i] != XLA_FFI_AttrType_SCALAR || found->len != std::strlen(name) ||
+        std::memcmp(found->ptr, name, found->len))
+      continue;
     std::memcpy(&fallback, static_cast<XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value, sizeof(T));
   }
   return fallback;

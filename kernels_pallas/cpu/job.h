@@ -1,9 +1,10 @@
 // Work that the threads of XLA's intra-op pool do together.
 //
-// A job is a list of phases, a phase a number of chunks that threads claim one by one; a phase starts when the one before is done.
-// Each thread starts at a place of its own, its lane, and goes on from there, so that its chunks lie side by side in memory. The
-// calling thread works too and nobody waits for a helper that has not started, only for chunks already begun: a busy machine costs
-// no more than the helpers' share, and calls of many devices at once cannot block each other.
+// A job is a list of phases, a phase a number of chunks that threads claim one by one; a phase
+// starts when the one before is done. Each thread starts at a place of its own, its lane, and goes
+// on from there, so that its chunks lie side by side in memory. The calling thread works too and
+// nobody waits for a helper that has not started, only for chunks already begun: a busy machine
+// costs no more than the helpers' share, and calls of many devices at once cannot block each other.
 #pragma once
 
 #include <sched.h>
@@ -30,8 +31,10 @@ struct alignas(64) Phase {
   const void* context = nullptr;
   void (*run)(const void* context, int64_t chunk) = nullptr;
   void (*last)(const void* context) = nullptr;  // once all chunks are done, before anybody goes on
-  // What a chunk reads from memory, a stretch at a time from part 0 on; false: there is no such part.
-  bool (*reads)(const void* context, int64_t chunk, int64_t part, const char** from, int64_t* bytes) = nullptr;
+  // What a chunk reads from memory, a stretch at a time from part 0 on; false: there is no such
+  // part.
+  bool (*reads)(const void* context, int64_t chunk, int64_t part, const char** from,
+                int64_t* bytes) = nullptr;
   alignas(64) std::atomic<int64_t> done{0};
   std::atomic<bool> ready{false};
   Lane lane[MAX_LANES];
@@ -40,17 +43,21 @@ struct alignas(64) Phase {
 class Job {
  public:
   // At most `capacity` phases, done by up to `threads` threads.
-  Job(int64_t capacity, int64_t threads) : phases_(new Phase[capacity]), lanes_(std::min<int64_t>(std::max<int64_t>(threads, 1), MAX_LANES)) {}
+  Job(int64_t capacity, int64_t threads)
+      : phases_(new Phase[capacity]),
+        lanes_(std::min<int64_t>(std::max<int64_t>(threads, 1), MAX_LANES)) {}
   virtual ~Job() = default;
 
-  // context.METHOD(chunk) for each chunk, then context.LAST(); context.READS(chunk, ...) as Phase::reads; the context must live as
-  // long as the job.
-  template <auto METHOD, auto LAST = nullptr, auto READS = nullptr, typename C> void add(const C* context, int64_t chunks) {
+  // context.METHOD(chunk) for each chunk, then context.LAST(); context.READS(chunk, ...) as
+  // Phase::reads; the context must live as long as the job.
+  template <auto METHOD, auto LAST = nullptr, auto READS = nullptr, typename C> void add(
+      const C* context, int64_t chunks) {
     if (chunks <= 0) return;
     Phase& p = phases_[count_++];
     p.chunks = chunks, p.context = context, p.lanes = std::min(lanes_, chunks);
     p.run = [](const void* c, int64_t i) { (static_cast<const C*>(c)->*METHOD)(i); };
-    if constexpr (LAST != nullptr) p.last = [](const void* c) { (static_cast<const C*>(c)->*LAST)(); };
+    if constexpr (LAST != nullptr)
+      p.last = [](const void* c) { (static_cast<const C*>(c)->*LAST)(); };
     if constexpr (READS != nullptr)
       p.reads = [](const void* c, int64_t i, int64_t part, const char** from, int64_t* bytes) {
         return (static_cast<const C*>(c)->*READS)(i, part, from, bytes);
@@ -67,7 +74,8 @@ class Job {
     const int64_t helpers = std::max<int64_t>(std::min(threads, widest_) - 1, 0);
     references_ = 1 + static_cast<int>(helpers);
     for (int64_t i = 0; i < helpers; i++) {
-      XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, frame->ctx, help, this};
+      XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr,
+                                            frame->ctx, help, this};
       XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
       if (!error) continue;
       XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
@@ -82,7 +90,8 @@ class Job {
   // The stretches that a worker's own lanes will read, phase after phase.
   struct Ahead {
     const Job* job;
-    int64_t worker, phase = -1, chunk = -1, part = 0;  // of the stretch to come; chunk -1: the lane's first
+    int64_t worker, phase = -1, chunk = -1,
+                    part = 0;  // of the stretch to come; chunk -1: the lane's first
 
     static bool next(void* of, const char** from, int64_t* bytes) {
       Ahead& a = *static_cast<Ahead*>(of);
@@ -133,7 +142,9 @@ class Job {
     stream(&own);
     const int64_t start = own.total();
     int64_t mine = 0;
-    for (int64_t chunk; (chunk = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end; mine++) p.run(p.context, chunk);
+    for (int64_t chunk; (chunk = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end;
+         mine++)
+      p.run(p.context, chunk);
     count(p, mine);
     if (mine == lane.end - lane.begin) return;
     if (ahead.phase <= phase) ahead.skip_to(phase + 1), own.restart();
@@ -144,7 +155,8 @@ class Job {
     int64_t sum = 0, stretch = 0;
     const char* from = nullptr;
     for (int64_t chunk = lane.begin; p.reads && chunk < lane.end; chunk++)
-      for (int64_t part = 0; p.reads(p.context, chunk, part, &from, &stretch); part++) sum += stretch;
+      for (int64_t part = 0; p.reads(p.context, chunk, part, &from, &stretch); part++)
+        sum += stretch;
     return sum;
   }
   // Chunks that their own worker has not come to.
@@ -156,7 +168,8 @@ class Job {
     Stream theirs(Ahead::next, &ahead);
     stream(&theirs);
     int64_t mine = 0;
-    for (int64_t chunk; (chunk = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end; mine++) {
+    for (int64_t chunk; (chunk = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end;
+         mine++) {
       if (!mine) ahead.skip_to(phase, chunk), theirs.restart();
       p.run(p.context, chunk);
     }

@@ -1,9 +1,9 @@
 """C++ that XLA calls on a CPU: compiled with the system's compiler on first use, for this machine,
 into the cache folder.
 
-Each `cpu_<name>.cc` beside this file becomes one library that exports the custom call
-`deepinfer_cpu_<name>` (docs/decisions/011-cpu-matmul.md, 012-cpu-decode-step.md). The cache folder
-is $DEEPINFER_CACHE_DIR, else the XDG cache folder.
+Each `<name>.cc` beside this file becomes one library that exports the custom call
+`deepinfer_cpu_<name>` (docs/decisions/011-cpu-matmul.md, 012-cpu-decode-step.md). Libraries lie in
+`native` of the cache folder (private_files.cache_root); only this user's own are loaded.
 
 Without a compiler callers use their XLA formulation: `in_use()` decides that, `status()` says what
 was decided and why, a warning is logged once. DEEPINFER_CPU_NATIVE=auto|native|xla overrides;
@@ -13,7 +13,6 @@ was decided and why, a warning is logged once. DEEPINFER_CPU_NATIVE=auto|native|
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -28,11 +27,15 @@ from pathlib import Path
 import jax
 import jaxlib
 
+from deepinfer_jax.kernels_pallas import private_files
 from deepinfer_jax.kernels_pallas.dispatch import current_target
 
 ENVIRONMENT_VARIABLE = "DEEPINFER_CPU_NATIVE"
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+WARNINGS = ("-Wall", "-Wextra")
+"""There are none; a newer compiler's are logged at debug level and stop nothing."""
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden")
 _logger = logging.getLogger(__name__)
 
 
@@ -89,7 +92,11 @@ def unsupported_reason(name: str) -> str | None:
 def _load(name: str) -> Status:
     try:
         library = _build(name)
-        handler = getattr(ctypes.CDLL(str(library)), target_name(name))
+        with private_files.opened(library) as handle:
+            # by its descriptor where that has a name: what was checked is what is loaded
+            descriptor = Path(f"/proc/self/fd/{handle}")
+            loaded = ctypes.CDLL(str(descriptor if descriptor.exists() else library))
+        handler = getattr(loaded, target_name(name))
     except (OSError, RuntimeError, AttributeError) as error:
         _logger.warning("cpu_%s runs on XLA, slower than it could: %s", name, error)
         return Status(False, str(error))
@@ -112,25 +119,27 @@ def _build(name: str) -> Path:
     texts = [path.read_text() for path in (source, *sorted(_FOLDER.glob("*.h")))]
     parts = (*texts, _run([compiler, "--version"]), *_FLAGS, _machine(), jaxlib.__version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    folder = _cache_dir() / "native"
+    folder = private_files.private_folder(private_files.cache_root() / "native")
+    if removed := private_files.remove_foreign(folder):
+        _logger.warning("removed from %s, for others put them there: %s", folder, removed)
     library = folder / f"cpu_{name}-{key[:24]}.so"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(
-            folder / f"{library.stem}.lock", "w"
-        ) as lock:  # the processes of a deployment start together: one builds
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # the processes of a deployment start together: one builds
+        with private_files.locked(folder / f"{library.stem}.lock"):
             if not library.exists():
                 _compile(compiler, source, library)
     return library
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
-    with tempfile.TemporaryDirectory(
-        dir=library.parent
-    ) as scratch:  # a build that is cut off leaves no library
+    # in a folder of its own: a build that is cut off leaves no library
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        _run([compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(built)])
+        include = ("-isystem", jax.ffi.include_dir())
+        warnings = _run([compiler, *_FLAGS, *WARNINGS, *include, str(source), "-o", str(built)])
+        if warnings:
+            _logger.debug("%s: %s", source.name, warnings)
+        built.chmod(0o600)
         os.replace(built, library)
 
 
@@ -138,7 +147,7 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @functools.cache
@@ -149,10 +158,3 @@ def _machine() -> str:
     return platform.machine() + "".join(
         sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     )
-
-
-def _cache_dir() -> Path:
-    own = os.environ.get("DEEPINFER_CACHE_DIR")
-    return Path(
-        own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepinfer-jax"
-    ).expanduser()

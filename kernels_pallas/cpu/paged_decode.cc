@@ -1,4 +1,5 @@
-// Decode attention over paged keys and values on CPU as an XLA FFI custom call. The arithmetic is in attention.h.
+// Decode attention over paged keys and values on CPU as an XLA FFI custom call. The arithmetic is
+// in attention.h.
 #include "attention.h"
 #include "ffi.h"
 #include "job.h"
@@ -19,8 +20,10 @@ struct PagedDecode : Job {
     float* rows = scratch.get(MAX_ROWS * (d + 2 + dv));
     float* rest = rows + MAX_ROWS * d;
     for (int64_t r = 0; r < u.count; r++)
-      for (int64_t c = 0; c < d; c++) rows[r * d + c] = q[decode.place(u, r) * d + c] * decode.scale;
-    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, decode.span_of(i)) : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
+      for (int64_t c = 0; c < d; c++)
+        rows[r * d + c] = q[decode.place(u, r) * d + c] * decode.scale;
+    Partial p = decode.spans > 1 ? decode.partial(i % decode.units, decode.span_of(i))
+                                 : Partial{rest, rest + MAX_ROWS, rest + 2 * MAX_ROWS};
     const bool any = decode.attend_span(u, decode.span_of(i), rows, p);
     if (decode.spans == 1 || !any) write(u, p, any);
   }
@@ -41,17 +44,24 @@ struct PagedDecode : Job {
 }  // namespace
 }  // namespace deepinfer
 
-// Operands: q f32 [S * Q, H, D]; block_tables s32 [S, P]; kv_lens s32 [S]; sinks f32 [H] or [0]; pools f32 or bf16 of keys
-// [N, bs, KH, D] and, unless values are part of the keys, of values [N, bs, KH, Dv]. Attributes: scale f32, window s64 (0: none).
-// Result: f32 [S * Q, H, Dv]. D and Dv are multiples of 16; block ids and lengths are trusted.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_paged_decode(XLA_FFI_CallFrame* frame) {
+// Operands: q f32 [S * Q, H, D]; block_tables s32 [S, P]; kv_lens s32 [S]; sinks f32 [H] or [0];
+// pools f32 or bf16 of keys [N, bs, KH, D] and, unless values are part of the keys, of values [N,
+// bs, KH, Dv]. Attributes: scale f32, window s64 (0: none). Result: f32 [S * Q, H, Dv]. D and Dv
+// are multiples of 16; block ids and lengths outside the pool and the table count as the nearest
+// ones inside.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_paged_decode(
+    XLA_FFI_CallFrame* frame) {
   using namespace deepinfer;
   if (answered(frame)) return nullptr;
   if ((frame->args.size != 5 && frame->args.size != 6) || frame->rets.size != 1)
-    return fail(frame, "cpu_paged_decode: expected q, block_tables, kv_lens, sinks, keys[, values] -> out");
-  const XLA_FFI_Buffer *q = argument(frame, 0), *tables = argument(frame, 1), *sinks = argument(frame, 3), *keys = argument(frame, 4);
-  const XLA_FFI_Buffer *values = frame->args.size == 6 ? argument(frame, 5) : nullptr, *out = result(frame, 0);
-  if (!paged_operands_fit(q, keys, values, out)) return fail(frame, "cpu_paged_decode: operand types or shapes do not fit together");
+    return fail(
+        frame, "cpu_paged_decode: expected q, block_tables, kv_lens, sinks, keys[, values] -> out");
+  const XLA_FFI_Buffer *q = argument(frame, 0), *tables = argument(frame, 1),
+                       *sinks = argument(frame, 3), *keys = argument(frame, 4);
+  const XLA_FFI_Buffer *values = frame->args.size == 6 ? argument(frame, 5) : nullptr,
+                       *out = result(frame, 0);
+  if (!paged_operands_fit(q, keys, values, out))
+    return fail(frame, "cpu_paged_decode: operand types or shapes do not fit together");
   const int64_t sequences = tables->dims[0];
   if (sequences == 0 || q->dims[0] == 0) return nullptr;
   const int64_t threads = pool_threads(frame);
@@ -59,10 +69,12 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* deepinfer_cpu_p
   job->q = data<const float>(q), job->out = data<float>(out);
   Decode& d = job->decode;
   d.pools = paged_pools(keys, values, out->dims[2]);
-  d.tables = data<const int32_t>(tables), d.lens = data<const int32_t>(argument(frame, 2));
   d.sinks = sinks->dims[0] ? data<const float>(sinks) : nullptr;
-  d.sequences = sequences, d.pages = tables->dims[1], d.heads = q->dims[1], d.q_per_seq = q->dims[0] / sequences;
-  d.window = attribute<int64_t>(frame, "window", 0), d.scale = attribute<float>(frame, "scale", 1.f);
+  d.sequences = sequences, d.pages = tables->dims[1], d.heads = q->dims[1],
+  d.q_per_seq = q->dims[0] / sequences;
+  d.tables = data<const int32_t>(tables), d.lens = lengths(argument(frame, 2), d.pages, d.pools);
+  d.window = attribute<int64_t>(frame, "window", 0),
+  d.scale = attribute<float>(frame, "scale", 1.f);
   d.plan(threads);
   job->add<&PagedDecode::chunk>(job, d.units * d.spans);
   if (d.spans > 1) job->add<&PagedDecode::merge>(job, d.units);

@@ -7,19 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax.kernels_pallas.arrays import Attended, Keys, Lens, Queries, Sinks, Tables, Values
 from deepinfer_jax.kernels_pallas.cpu import native
 
 _WIDTH = 16
 
 
-def unsupported_reason(q, k_pool, v_pool, block_tables, kv_lens, *, v_dim=None, **_) -> str | None:
+def unsupported_reason(
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
+    *,
+    scale: float,
+    q_per_seq: int = 1,
+    v_dim: int | None = None,
+    sliding_window: int | None = None,
+    sinks: Sinks | None = None,
+) -> str | None:
     """Why the compiled attention cannot take these arguments; None if it can."""
+    del q, block_tables, kv_lens, scale, q_per_seq, sliding_window, sinks
     return pools_unsupported_reason(k_pool, v_pool, v_dim) or native.unsupported_reason(
         "paged_decode"
     )
 
 
-def pools_unsupported_reason(k_pool, v_pool, v_dim) -> str | None:
+def pools_unsupported_reason(k_pool: Keys, v_pool: Values | None, v_dim: int | None) -> str | None:
     """Why no compiled attention can read these pools; None if it can."""
     dv = v_dim if v_pool is None else v_pool.shape[3]
     if k_pool.dtype not in (jnp.float32, jnp.bfloat16) or (
@@ -32,18 +46,18 @@ def pools_unsupported_reason(k_pool, v_pool, v_dim) -> str | None:
 
 
 def paged_decode_native(
-    q,
-    k_pool,
-    v_pool,
-    block_tables,
-    kv_lens,
+    q: Queries,
+    k_pool: Keys,
+    v_pool: Values | None,
+    block_tables: Tables,
+    kv_lens: Lens,
     *,
-    scale,
-    q_per_seq=1,
-    v_dim=None,
-    sliding_window=None,
-    sinks=None,
-):
+    scale: float,
+    q_per_seq: int = 1,
+    v_dim: int | None = None,
+    sliding_window: int | None = None,
+    sinks: Sinks | None = None,
+) -> Attended:
     """See `paged_decode`; scores and sums in float32."""
     dv = v_dim if v_pool is None else v_pool.shape[3]
     sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)

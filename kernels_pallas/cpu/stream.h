@@ -1,8 +1,9 @@
 // What a thread is going to read, asked from memory ahead of time.
 //
-// A decode step on a few rows reads weights at the memory's speed only if memory never waits for the threads: not while they wait
-// for each other, normalise, or start on the next weights. So each thread has a stream, the stretches of bytes that it will read,
-// in order, across all phases of its job: for what it uses it asks for as much further on, and while it waits, for more.
+// A decode step on a few rows reads weights at the memory's speed only if memory never waits for
+// the threads: not while they wait for each other, normalise, or start on the next weights. So each
+// thread has a stream, the stretches of bytes that it will read, in order, across all phases of its
+// job: for what it uses it asks for as much further on, and while it waits, for more.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,9 @@ namespace deepinfer {
 
 class Stream {
  public:
-  // Bytes ahead while reading, while waiting, and after a restart (docs/decisions/012-cpu-decode-step.md). More is no faster, and
-  // much more slower: the first-level cache has to hold them.
+  // Bytes ahead while reading, while waiting, and after a restart
+  // (docs/decisions/012-cpu-decode-step.md). More is no faster, and much more slower: the
+  // first-level cache has to hold them.
   static constexpr int64_t AHEAD = 8 << 10, AHEAD_WAITING = 16 << 10, FIRST = 4 << 10;
 
   // The next stretch of bytes; false: there is none (for now).
@@ -45,7 +47,8 @@ class Stream {
     while (bytes > 0) {
       while (at_ == end_)
         if (!next()) return;
-      const int64_t step = std::min<int64_t>(BURST, end_ - at_);  // what is counted must be what will be used, to the byte
+      const int64_t step = std::min<int64_t>(
+          BURST, end_ - at_);  // what is counted must be what will be used, to the byte
       for (int64_t i = 0; i < BURST; i += LINE) __builtin_prefetch(at_ + i, 0, 0);
       at_ += step, bytes -= step, ahead_ += step;
     }

@@ -9,7 +9,8 @@
 namespace deepinfer {
 
 // A chunk by the way that suits its format and number of rows.
-template <typename W> void run(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0, int64_t n1, int64_t id) {
+template <typename W> void run(const Weights& w, int64_t rows, const float* x, float* y, int64_t n0,
+                               int64_t n1, int64_t id) {
   if (rows >= WIDE_FROM) return run_wide<W>(w, rows, x, y, n0, n1, id);
 #if defined(DEEPINFER_DIGITS)
   if (rows <= DIGIT_ROWS && w.k <= MAX_DIGIT_INPUTS) {
@@ -34,19 +35,28 @@ struct StoredWeights {
     return true;
   }
 
-  void plan(Product& product, const float* x, float* y, int64_t m, int64_t threads, int64_t columns, int64_t unit = ROWS) const {
+  void plan(Product& product, const float* x, float* y, int64_t m, int64_t threads, int64_t columns,
+            int64_t unit = ROWS) const {
     product.plan(x, y, w, block, bits, m <= streamed_rows, m, threads, columns, unit);
   }
 
-  // Operands from `first` on, for products with k inputs; false if they are no weights of that width.
+  // Operands from `first` on, for products with k inputs; false if they are no weights of that
+  // width.
   bool read(const XLA_FFI_CallFrame* frame, int64_t first, int64_t k) {
     if (first >= frame->args.size) return false;
     const XLA_FFI_Buffer* kernel = argument(frame, first);
-    const bool packed = kernel->dtype == XLA_FFI_DataType_U8, scaled = packed || kernel->dtype == XLA_FFI_DataType_S8;
+    const bool packed = kernel->dtype == XLA_FFI_DataType_U8,
+               scaled = packed || kernel->dtype == XLA_FFI_DataType_S8;
     parts = 1 + packed + scaled;
-    if (first + parts > frame->args.size || kernel->rank != 2 || kernel->dims[1] * (packed ? 2 : 1) != k || (packed && k % (2 * GROUP))) return false;
-    w = {kernel->data, packed ? argument(frame, first + 1)->data : nullptr,
-         scaled ? data<const float>(argument(frame, first + 1 + packed)) : nullptr, kernel->dims[0], k, k};
+    if (first + parts > frame->args.size || kernel->rank != 2 ||
+        kernel->dims[1] * (packed ? 2 : 1) != k || (packed && k % (2 * GROUP)))
+      return false;
+    w = {kernel->data,
+         packed ? argument(frame, first + 1)->data : nullptr,
+         scaled ? data<const float>(argument(frame, first + 1 + packed)) : nullptr,
+         kernel->dims[0],
+         k,
+         k};
     switch (kernel->dtype) {
       case XLA_FFI_DataType_F32: return use<Float32>();
       case XLA_FFI_DataType_BF16: return use<BFloat16>();

@@ -9,6 +9,7 @@ through shared memory there. All else is the same code.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LOG2E = math.log2(math.e)
 ROWS = 64  # rows of one wgmma
 ALIGN = 8  # rows of a tile of shared memory
+Interpret = object
+"""`interpret` of `plgpu.kernel`: None, or the interpreter's parameters (tests only)."""
+
 NEVER = -1e30  # a score no key can reach: exp2 of it is 0, and NEVER - NEVER is 0 rather than NaN
 
 
@@ -39,7 +43,7 @@ def matrix_transforms(dtype: jnp.dtype, swizzle: int = 128) -> tuple:
     )
 
 
-def product(a, b) -> jax.Array:
+def product(a: jax.Ref, b: jax.Ref) -> jax.Array:
     """a[64, K] @ b[K, N] -> f32 [64, N] in registers."""
 
     def body(ref):
@@ -49,14 +53,16 @@ def product(a, b) -> jax.Array:
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def add_product(acc: jax.Array, a, b, interpret: bool) -> jax.Array:
+def add_product(acc: jax.Array, a: jax.Ref, b: jax.Ref, interpret: bool) -> jax.Array:
     """acc + a @ b, accumulating in place on a GPU."""
     if interpret:
         return acc + product(a, b)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
-def add_weighted(acc: jax.Array, weights: jax.Array, v, scratch, interpret: bool) -> jax.Array:
+def add_weighted(
+    acc: jax.Array, weights: jax.Array, v: jax.Ref, scratch: jax.Ref | None, interpret: bool
+) -> jax.Array:
     """acc + weights[64, K] @ v[K, N] with the weights rounded to v's dtype; scratch: shared memory,
     used by the interpreter only."""
     weights = weights.astype(v.dtype)
@@ -88,20 +94,20 @@ def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def meet(barrier) -> None:
+def meet(barrier: jax.Ref) -> None:
     """Wait until every warpgroup the barrier counts is here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
 
-def drain(free, stages: int, uses) -> None:
+def drain(free: jax.Ref, stages: int, uses: jax.Array) -> None:
     """Wait for the last release of every ring slot that was used, so that no barrier ends with a
     phase nobody has seen."""
     for slot in range(stages):
         pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
-def store_gmem(ref, value: jax.Array) -> None:
+def store_gmem(ref: jax.Ref, value: jax.Array) -> None:
     """Registers straight to global memory."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -109,7 +115,7 @@ def store_gmem(ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def zero_dead_rows(ref, live) -> None:
+def zero_dead_rows(ref: jax.Ref, live: jax.Array) -> None:
     """Zero the rows of ref[K, N] from `live` on: what lies there may be NaN, and 0 * NaN would
     reach the result."""
     rows = iota(ref.shape, 0)
@@ -128,14 +134,20 @@ def online_softmax(
     return weights, keep, new_top, total * keep + jnp.sum(weights, axis=1)
 
 
-def widen(narrow, wide) -> None:
+def widen(narrow: jax.Ref, wide: jax.Ref) -> None:
     """wide[K, N] (f16 or bf16) = narrow[K, N] (e4m3), both in shared memory. The hardware converts
     e4m3 to f16 only."""
     value = narrow[...].astype(jnp.float16)
     wide[...] = value if wide.dtype == jnp.float16 else value.astype(jnp.float32).astype(wide.dtype)
 
 
-def store_rows(smem, first, out_at, start, count) -> None:
+def store_rows(
+    smem: jax.Ref,
+    first: jax.Array,
+    out_at: Callable[[pl.Slice], jax.Ref],
+    start: jax.Array,
+    count: jax.Array,
+) -> None:
     """Copy `count` rows (dynamic, up to all) of smem[R, N] from row `first` on to `out_at(rows)`
     from row `start` on.
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from deepinfer_jax.kernels_pallas.matmul import Weights, weight_format
 from deepinfer_jax.kernels_pallas.mosaic import common as mg
-from deepinfer_jax.kernels_pallas.mosaic.common import ROWS
+from deepinfer_jax.kernels_pallas.mosaic.common import ROWS, Interpret
 
 _SMS = 132  # blocks: one per SM of an H100 or H200
 _SHARED_MEMORY = 200 * 1024
@@ -118,10 +118,6 @@ class _Scratch:
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
             "meet": plgpu.Barrier(num_arrivals=2),
         }
-
-
-Interpret = object
-"""`interpret` of `plgpu.kernel`: None, or the interpreter's parameters (tests only)."""
 
 
 def unsupported_reason(

@@ -56,7 +56,8 @@ def chosen(op, args, target, **kwargs) -> dispatch.Choice:
     ],
 )
 def test_choice_by_target_and_shape(target, args, name, reason):
-    choice = chosen("paged_decode", args, target, v_dim=512 if args[2] is None else None)
+    v_dim = 512 if args[2] is None else None
+    choice = chosen("paged_decode", args, target, scale=1.0, v_dim=v_dim)
     assert choice.name == name
     assert reason is None or any(reason in why for _, why in choice.refused)
 
@@ -79,16 +80,19 @@ def test_dense_fp8_products_take_the_kernel_for_few_rows(rows, n, reason):
 
 def test_environment_overrides_and_is_overridden_by_the_argument(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "paged_decode=xla, kv_write=xla")
-    assert chosen("paged_decode", decode_args(), H200).name == "xla"
+    assert chosen("paged_decode", decode_args(), H200, scale=1.0).name == "xla"
     with kernels.use_target(*H200):
-        assert dispatch.select("paged_decode", decode_args(), {}, "mosaic")[1].name == "mosaic"
+        assert (
+            dispatch.select("paged_decode", decode_args(), {"scale": 1.0}, "mosaic")[1].name
+            == "mosaic"
+        )
 
 
 @pytest.mark.parametrize("text", ["paged_decode=fast", "attention=xla", "paged_decode"])
 def test_bad_environment_names_what_is_known(monkeypatch, text):
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, text)
     with pytest.raises(ValueError, match=r"paged_decode=mosaic\|mosaic_mla\|native\|xla"):
-        chosen("paged_decode", decode_args(), H200)
+        chosen("paged_decode", decode_args(), H200, scale=1.0)
 
 
 def test_an_override_that_cannot_run_is_an_error():
@@ -96,7 +100,7 @@ def test_an_override_that_cannot_run_is_an_error():
         kernels.use_target("cuda", (10, 0)),
         pytest.raises(ValueError, match="needs compute capability 9.x"),
     ):
-        dispatch.select("paged_decode", decode_args(), {}, "mosaic")
+        dispatch.select("paged_decode", decode_args(), {"scale": 1.0}, "mosaic")
     with pytest.raises(
         ValueError, match="unknown implementation 'fast'; known: mosaic, mosaic_mla, native, xla"
     ):
@@ -105,8 +109,8 @@ def test_an_override_that_cannot_run_is_an_error():
 
 def test_explain_says_what_runs_and_why():
     dispatch.reset_explain()
-    chosen("paged_decode", decode_args(), ("cuda", (10, 0)))
-    chosen("paged_decode", decode_args(), ("cuda", (10, 0)))
+    chosen("paged_decode", decode_args(), ("cuda", (10, 0)), scale=1.0)
+    chosen("paged_decode", decode_args(), ("cuda", (10, 0)), scale=1.0)
     assert (
         kernels.explain()
         == "paged_decode on cuda sm_100: xla (first that fits; mosaic refused: needs compute"
