@@ -92,6 +92,8 @@ class EngineArgs:
     """Decode steps per dispatch."""
     max_logprobs: int = 20
     """The most log-probabilities per token a request may ask for."""
+    max_completions: int = 1024
+    """The most completions (n) one request may ask for."""
     enable_penalties: bool = True
     """Keep token counts per slot on the device, which repetition, presence and frequency penalties
     need."""
@@ -220,7 +222,7 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {args.gpu_memory_utilization}"
             )
-        for name in ("max_num_seqs", "block_size", "num_decode_steps"):
+        for name in ("max_num_seqs", "block_size", "num_decode_steps", "max_completions"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
         if args.engine_type.policy.allows_recompute is False and not args.stop_preempted_request:

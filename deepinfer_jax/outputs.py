@@ -72,10 +72,12 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     """One dictionary per entry of token_ids; None unless `logprobs` was asked for."""
     finish_reason: str | None = None
-    """None while running; "stop", "length", "abort", "prompt_length_exceeded" or
-    "insufficient_system_resource"."""
+    """None while running; "stop", "length", "abort", "prompt_length_exceeded",
+    "insufficient_system_resource" (preempted and not recomputed), or "error": the request failed,
+    `stop_reason` says how, and what text there was is not to be relied on."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for EOS and for every other reason."""
+    """The stop string or stop token id that ended it, what went wrong with "error"; None for EOS
+    and for every other reason."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

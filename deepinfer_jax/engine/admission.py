@@ -38,6 +38,7 @@ class RequestLimits:
     max_logprobs: int
     enable_penalties: bool
     salt_by_user: bool = False
+    max_completions: int = 1024
 
     @classmethod
     def of(cls, config: EngineConfig, vocab_size: int) -> RequestLimits:
@@ -47,6 +48,7 @@ class RequestLimits:
             config.args.max_logprobs,
             config.args.enable_penalties,
             config.args.kv_store_namespace == "user",
+            config.args.max_completions,
         )
 
 
@@ -103,6 +105,11 @@ class Admission:
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         if request_id in active:
             raise ValueError(f"request {request_id!r}: a request with this id is already running")
+        if params.n > self.limits.max_completions:
+            raise ValueError(
+                f"request {request_id!r}: n={params.n} exceeds the engine's"
+                f" max_completions={self.limits.max_completions}"
+            )
         self._check_logprobs(request_id, params)
         self._check_tokens(request_id, params)
         if params.has_penalties and not self.limits.enable_penalties:

@@ -18,6 +18,7 @@ import numpy as np
 from deepinfer_jax import kernels_pallas
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.engine.admission import Admission, PromptInput, RequestLimits
+from deepinfer_jax.engine.faults import EngineStopped, neutral_row, reason_of
 from deepinfer_jax.engine.kv_identity import KVIdentity, model_fingerprint
 from deepinfer_jax.engine.live_requests import LiveRequests
 from deepinfer_jax.engine.output_processor import OutputProcessor
@@ -61,6 +62,8 @@ class LLMEngine:
     """Copies blocks out of the pools and into them; made when something needs it."""
     prefix_store: PrefixStore | None = None
     """The engine's side of its KV store; None without one."""
+    failure: str | None = None
+    """The error that has stopped the engine; None while it runs."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class LLMEngine:
         queues it when its KV has arrived).
         """
         with self.lock:
+            self._check_running()
             request_id = str(next(self._counter)) if request_id is None else request_id
             params = params or SamplingParams()
             if enqueue and not self.policy.does_prefill:
@@ -176,7 +180,11 @@ class LLMEngine:
             request = self.admission.build(request_id, prompt, params, arrival_time)
             self.live.add(request)
             if enqueue:
-                self._enqueue(request)
+                try:
+                    self._enqueue(request)
+                except Exception:
+                    self._take_back(request)
+                    raise
             return request
 
     def _enqueue(self, request: Request) -> None:
@@ -185,6 +193,12 @@ class LLMEngine:
                 self.schedulers[c.rank].add_request(c.seq)
             else:
                 self.prefix_store.enqueue(c)
+
+    def _take_back(self, request: Request) -> None:
+        """A request that could not be queued whole leaves nothing behind."""
+        for c in request.completions:
+            self.schedulers[c.rank].abort(c.seq.request_id)
+        self.live.forget(request)
 
     def adopt_request(self, request: Request) -> None:
         """Takes over a restored request, whose sequences are queued already."""
@@ -234,27 +248,49 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Schedules and enqueues one step, then processes its results (with zero-overhead
-        scheduling: the previous step's)."""
+        scheduling: the previous step's).
+
+        An error that belongs to one request ends that request, with finish_reason "error". Any
+        other is raised and stops the engine: later steps raise EngineStopped.
+        """
         with self.lock:
-            self.boundary.begin_step()
-            if self.prefix_store is not None:
-                self._queue_loaded(self.prefix_store)
-            start = time.perf_counter()
-            substeps = self._schedule()
-            in_flight = self._dispatch(substeps)
-            self.pre_sampler_sync(substeps)
-            record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
-            done = self._take_turn(in_flight, record)
-            outputs = self.boundary.take_undelivered() + self.post_process(done, record)
-            if not self.policy.does_decode:
-                self.send_processed_prompts()
-            outputs += self._deliver(self.results.take_ended(substeps))
-            self.stats_log.record(record)
-            self.did_work = in_flight is not None or done is not None
-            if self.profiler.active:
-                self.profiler.after_step()
-            self.boundary.end_step()
-            return outputs
+            self._check_running()
+            try:
+                return self._step()
+            except Exception as error:
+                self.failure = reason_of(error)
+                logger.critical(
+                    "%s stops with %d live requests: %s",
+                    self.name,
+                    self.num_unfinished_requests,
+                    self.failure,
+                )
+                raise
+
+    def _check_running(self) -> None:
+        if self.failure is not None:
+            raise EngineStopped(f"{self.name} has stopped: {self.failure}")
+
+    def _step(self) -> list[RequestOutput]:
+        self.boundary.begin_step()
+        if self.prefix_store is not None:
+            self._queue_loaded(self.prefix_store)
+        start = time.perf_counter()
+        substeps = self._schedule()
+        in_flight = self._dispatch(substeps)
+        self.pre_sampler_sync(substeps)
+        record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
+        done = self._take_turn(in_flight, record)
+        outputs = self.boundary.take_undelivered() + self.post_process(done, record)
+        if not self.policy.does_decode:
+            self.send_processed_prompts()
+        outputs += self._deliver(self.results.take_ended(substeps))
+        self.stats_log.record(record)
+        self.did_work = in_flight is not None or done is not None
+        if self.profiler.active:
+            self.profiler.after_step()
+        self.boundary.end_step()
+        return outputs
 
     def _queue_loaded(self, store: PrefixStore) -> None:
         """Queues sequences whose stored prefix has arrived. With nothing else to do, waits a moment
@@ -332,12 +368,21 @@ class LLMEngine:
             if seqs:
                 self.stats_log.admitted(rank, [seq.slot for seq in seqs], time.time())
             for seq in seqs:
-                self.results.admitted(rank, seq)
-                if self.live.of(seq).params.has_penalties:
-                    self.runner.fill_counts(rank, seq)
+                c = self.live.of(seq)
+                try:
+                    self.results.admitted(rank, seq)
+                    if c.params.has_penalties:
+                        self.runner.fill_counts(rank, seq)
+                except Exception as error:
+                    self.results.fail(c, error)
 
     def _fill_row(self, seq: Sequence, view: dict[str, np.ndarray], row: int) -> None:
-        fill_sampling_row(self.live.of(seq), view, row, seq.eos_token_ids)
+        c = self.live.of(seq)
+        try:
+            fill_sampling_row(c, view, row, seq.eos_token_ids)
+        except Exception as error:
+            neutral_row(view, row)
+            self.results.fail(c, error)
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
         c = self.live.of(seq)
@@ -376,9 +421,15 @@ class LLMEngine:
     def _deliver(self, requests: list[Request]) -> list[RequestOutput]:
         outputs = []
         for request in requests:
-            if request.finished:
+            try:
+                if request.finished:
+                    self.forget_request(request)
+                outputs.append(self.process_output(request.output()))
+            except Exception as error:
+                for c in request.completions:
+                    self.results.fail(c, error)
                 self.forget_request(request)
-            outputs.append(self.process_output(request.output()))
+                outputs.append(request.output())
         return outputs
 
     def forget_request(self, request: Request) -> None:
@@ -510,9 +561,9 @@ class LLMEngine:
 
     def close(self) -> None:
         """Waits for what is in flight and drops device memory."""
-        if self._pending is not None:
+        if self._pending is not None and self.failure is None:
             self._pending.wait()
-            self._pending = None
+        self._pending = None
         if self.prefix_store is not None:
             self.prefix_store.close()
         self.profiler.stop()

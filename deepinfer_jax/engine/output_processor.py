@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from deepinfer_jax.engine.faults import is_requests_own, reason_of
 from deepinfer_jax.engine.live_requests import LiveRequests
 from deepinfer_jax.engine.prefix_store import PrefixStore
 from deepinfer_jax.engine.requests import Completion, Request
@@ -56,6 +57,23 @@ class OutputProcessor:
         c.end()
         self._ended.append(c.request)
 
+    def fail(self, c: Completion, error: Exception) -> None:
+        """Ends a completion over an error of its own; the others do not notice."""
+        if not is_requests_own(error):
+            raise error
+        reason = reason_of(error)
+        logger.error(
+            "%s: request %s ends: %s",
+            self._stats.engine_name,
+            c.request.request_id,
+            reason,
+            exc_info=error,
+        )
+        if not c.seq.is_finished:
+            self._schedulers[c.rank].finish(c.seq, SequenceStatus.FINISHED_ERROR, "error", reason)
+        c.fail(reason)
+        self._ended.append(c.request)
+
     def take_prefilled(self) -> list[Completion]:
         """Completions that got their first token since the last call."""
         prefilled, self._prefilled = self._prefilled, []
@@ -74,8 +92,11 @@ class OutputProcessor:
         for seq in (s for o in outputs for s in (*o.ignored, *o.preempted) if s.is_finished):
             c = self._live.find(seq)
             if c is not None:
-                c.consume()
-                self.end(c)
+                try:
+                    c.consume()
+                    self.end(c)
+                except Exception as error:
+                    self.fail(c, error)
         ended, self._ended = self._ended, []
         unique = {r.request_id: r for r in ended if r.finished and r.request_id in self._live}
         return list(unique.values())
@@ -120,11 +141,11 @@ class OutputProcessor:
                 continue
             self._note_start(c, now, first_token=bool(accepted[i]))
             if accepted[i]:
-                if self._keeps_prefilled:
-                    self._prefilled.append(c)
                 if self._prefix_store is not None:
                     self._prefix_store.save(c.seq, rank)
                 self._take_tokens(c, rows, row_of[i], now, touched)
+                if self._keeps_prefilled and c.finish_reason != "error":
+                    self._prefilled.append(c)
 
     def _process_decode(
         self,
@@ -185,8 +206,17 @@ class OutputProcessor:
     def _take_tokens(
         self, c: Completion, rows: ResultRows, row: int, now: float, touched: dict[str, Request]
     ) -> None:
-        """Gives a completion's new tokens to its detokenizer, ends it on a stop string, notes its
-        request as touched."""
+        """Gives a completion its new tokens, notes its request as touched. An error on the way is
+        that request's end, not the step's."""
+        try:
+            self._read_tokens(c, rows, row)
+        except Exception as error:
+            self.fail(c, error)
+        c.request.metrics.last_token_time = now
+        touched[c.request.request_id] = c.request
+
+    def _read_tokens(self, c: Completion, rows: ResultRows, row: int) -> None:
+        """Log-probabilities and text of new tokens; ends the completion on a stop string."""
         if c.logprobs is not None and len(c.logprobs) < c.seq.num_output_tokens:
             c.add_logprobs(rows, row, self._tokenizer)
         if c.needs_every_step() or c.seq.is_finished:
@@ -195,11 +225,8 @@ class OutputProcessor:
                 self._stop_on_string(c)
             elif stopped:
                 c.stop_reason = c.detokenizer.stop_reason
-        request = c.request
-        request.metrics.last_token_time = now
         if c.seq.is_finished:
             c.end()
-        touched[request.request_id] = request
 
     def _stop_on_string(self, c: Completion) -> None:
         reason = c.detokenizer.stop_reason
@@ -217,5 +244,8 @@ class OutputProcessor:
             for seq, position, count in items:
                 c = self._live.find(seq)
                 if c is not None:
-                    c.request.add_prompt_logprobs(rows, at, position, count, self._tokenizer)
+                    try:
+                        c.request.add_prompt_logprobs(rows, at, position, count, self._tokenizer)
+                    except Exception as error:
+                        self.fail(c, error)
                 at += count

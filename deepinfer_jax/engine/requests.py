@@ -80,6 +80,12 @@ class Completion:
         if self.detokenizer is not None:
             self.detokenizer.finish()
 
+    def fail(self, reason: str) -> None:
+        """Ends it with "error", whatever it ended with before. Its text so far is given up: making
+        it may be what has failed."""
+        self.finish_reason, self.stop_reason = "error", reason
+        self.detokenizer, self.logprobs = None, None
+
     def output(self, delta: bool) -> CompletionOutput:
         """A snapshot; with delta, only what no earlier delta output held."""
         tokens = self.seq.output_token_ids
