@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from deepinfer_jax.models.hf_config import read_json
+from deepinfer_jax.model_files import CheckpointError, read_json
 
 SAFETENSORS_DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -32,6 +35,10 @@ SAFETENSORS_DTYPES: dict[str, np.dtype] = {
 }
 
 
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies: `offset` and `nbytes` in bytes from the start of its file."""
@@ -44,19 +51,25 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of a folder's model.safetensors, or of the shards its index names. A context
-    manager.
+    """The tensors of a folder's safetensors files (see `weight_files`). A context manager.
 
-    Raises ValueError when the folder has no safetensors weights, a shard is missing, or a file is
-    damaged.
+    Raises CheckpointError when the folder has no safetensors weights, a shard is missing, a tensor
+    stands in two of them, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, TensorInfo] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        for file in weight_files(folder):
-            self.tensors.update(_read_header(file))
+        files, places = weight_files(folder)
+        for file in files:
+            for name, info in _read_header(file):
+                if places.get(name, file) != file:
+                    continue
+                if name in self.tensors:
+                    both = f"{self.tensors[name].file.name} and {file.name}"
+                    raise CheckpointError(f"{folder}: tensor {name} stands in both {both}")
+                self.tensors[name] = info
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -96,20 +109,52 @@ class Checkpoint:
         return self._maps[file]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: the shards of model.safetensors.index.json, else
-    model.safetensors."""
-    index = folder / "model.safetensors.index.json"
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """(the safetensors files of a model folder, the file of each tensor where an index says it).
+
+    model.safetensors wins over an index beside it, as in transformers; then come the shards that
+    model.safetensors.index.json names, then a complete set of shards without an index.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole], {}
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no weight_map")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        places = _read_index(index)
+        files = sorted(set(places.values()))
     else:
-        files = [folder / "model.safetensors"]
+        places, files = {}, _numbered_shards(folder) or [whole]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{folder} lacks weight files: {', '.join(missing)}")
-    return files
+        others = sorted(f.name for f in folder.glob("pytorch_model*.bin"))[:1]
+        hint = f"; {others[0]} must be converted to safetensors first" if others else ""
+        raise CheckpointError(f"{folder} lacks weight files: {', '.join(missing)}{hint}")
+    return files, places
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{index}: weight_map[{name!r}] must name a file of this folder, got {file!r}"
+            )
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def _numbered_shards(folder: Path) -> list[Path]:
+    """model-00001-of-0000N.safetensors to the N-th, whether or not they exist; [] without any."""
+    counts = set()
+    for file in folder.glob("model-*-of-*.safetensors"):
+        if match := re.fullmatch(r"model-\d{5}-of-(\d{5})\.safetensors", file.name):
+            counts.add(match.group(1))
+    if len(counts) > 1:
+        raise CheckpointError(f"{folder} has shards of {sorted(counts)} files and no index")
+    return [
+        folder / f"model-{i:05d}-of-{count}.safetensors"
+        for count in counts
+        for i in range(1, int(count) + 1)
+    ]
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
@@ -119,29 +164,39 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
     with file.open("rb") as handle:
         prefix = handle.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise ValueError(
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
                 f"{file} is not a safetensors file or is truncated: {size} bytes, header of"
                 f" {length}"
             )
         try:
             header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file} has a damaged safetensors header: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} has a damaged safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a damaged safetensors header: it is no JSON object")
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, _tensor_info(file, name, entry, 8 + length, size)
 
 
-def _tensor_info(file: Path, name: str, entry: dict, base: int, size: int) -> TensorInfo:
-    if entry["dtype"] not in SAFETENSORS_DTYPES:
-        raise ValueError(
-            f"{file}: tensor {name} has dtype {entry['dtype']}, which is not supported"
+def _tensor_info(file: Path, name: str, entry: Any, base: int, size: int) -> TensorInfo:
+    where = f"{file}: tensor {name}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} has a damaged entry: {entry!r}")
+    code, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
+    if not isinstance(code, str) or code not in SAFETENSORS_DTYPES:
+        raise CheckpointError(f"{where} has dtype {code!r}, which is not supported")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has shape {shape!r} at {offsets!r}")
+    dtype, (begin, end) = SAFETENSORS_DTYPES[code], offsets
+    if end - begin != dtype.itemsize * math.prod(shape) or base + end > size:
+        raise CheckpointError(
+            f"{where} {tuple(shape)} does not fit the file, which is truncated or damaged"
         )
-    dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != dtype.itemsize * int(np.prod(shape, dtype=np.int64)) or base + end > size:
-        raise ValueError(
-            f"{file}: tensor {name} {shape} does not fit the file, which is truncated or damaged"
-        )
-    return TensorInfo(file, dtype, shape, base + begin, end - begin)
+    return TensorInfo(file, dtype, tuple(shape), base + begin, end - begin)
+
+
+def _sizes(values: Any) -> bool:
+    """Whether this is a list of whole numbers >= 0."""
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)

@@ -3,37 +3,104 @@ shares."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax.models.layers.rope_parameters import scaled_length
+from deepinfer_jax.model_files import CheckpointError, read_json, read_json_if_there
+from deepinfer_jax.models.layers.rope_parameters import number, scaled_length
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ValueError naming the file when it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
-    return value
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 22),
+    "num_hidden_layers": (1, 1 << 12),
+    "num_attention_heads": (1, 1 << 14),
+    "num_key_value_heads": (1, 1 << 14),
+    "head_dim": (1, 1 << 14),
+    "max_position_embeddings": (1, (1 << 31) - 1),
+    "sliding_window": (0, (1 << 31) - 1),
+    "max_window_layers": (0, 1 << 12),
+    "num_experts": (0, 1 << 16),
+    "num_local_experts": (0, 1 << 16),
+    "n_routed_experts": (0, 1 << 16),
+    "num_experts_per_tok": (0, 1 << 16),
+    "n_shared_experts": (0, 1 << 10),
+    "moe_intermediate_size": (1, 1 << 22),
+    "first_k_dense_replace": (0, 1 << 12),
+    "num_nextn_predict_layers": (0, 1 << 10),
+    "n_group": (1, 1 << 16),
+    "topk_group": (1, 1 << 16),
+    "kv_lora_rank": (1, 1 << 20),
+    "q_lora_rank": (0, 1 << 20),
+    "qk_nope_head_dim": (1, 1 << 14),
+    "qk_rope_head_dim": (1, 1 << 14),
+    "v_head_dim": (1, 1 << 14),
+    "decoder_sparse_step": (1, 1 << 12),
+}
+"""Key -> smallest and largest value. The largest are far above every model there is: what exceeds
+them would be built for hours before anything notices."""
+_NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+    "rope_interleave",
+)
+_LISTS = ("architectures", "layer_types", "mlp_only_layers")
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder; ValueError naming the folder when it has none."""
+    """config.json of a model folder, its values checked. Raises CheckpointError naming the folder
+    when it has none, or the key whose value is of a wrong kind or out of range."""
     if not folder.is_dir():
-        raise ValueError(f"no such model folder: {folder}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json")
-    return read_json(folder / "config.json")
+        raise CheckpointError(f"no such model folder: {folder}")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
+    hf = read_json(file)
+    try:
+        check_values(hf)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return hf
+
+
+def check_values(hf: dict[str, Any]) -> None:
+    """ValueError naming the first key whose value is of a wrong kind or out of range."""
+    for key, (low, high) in _INTEGERS.items():
+        value = hf.get(key)
+        if value is not None and not (_is_whole(value) and low <= value <= high):
+            raise ValueError(f"{key} must be a whole number in [{low}, {high}], got {value!r}")
+    for key in _NUMBERS:
+        if hf.get(key) is not None:
+            number(key, hf[key])
+    for key in _FLAGS:
+        if not isinstance(hf.get(key), bool | None):
+            raise ValueError(f"{key} must be true or false, got {hf[key]!r}")
+    for key in _LISTS:
+        if not isinstance(hf.get(key), list | None):
+            raise ValueError(f"{key} must be a list, got {hf[key]!r}")
+    eos = hf.get("eos_token_id")
+    ids = [*(eos if isinstance(eos, list) else [eos]), hf.get("bos_token_id")]
+    if bad := [i for i in ids if i is not None and not (type(i) is int and 0 <= i < 2**31)]:
+        raise ValueError(f"eos_token_id and bos_token_id must be token ids, got {bad[0]!r}")
+    if not all(isinstance(name, str) for name in hf.get("architectures") or ()):
+        raise ValueError(f"architectures must be names, got {hf['architectures']!r}")
+    if not isinstance(hf.get("quantization_config"), dict | None):
+        raise ValueError(
+            f"quantization_config must be an object, got {hf['quantization_config']!r}"
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """generation_config.json of a model folder; {} when it has none."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json_if_there(folder / "generation_config.json")
 
 
 def require(hf: dict[str, Any], *keys: str) -> None:
@@ -70,6 +137,11 @@ def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings",
     )
     heads = int(hf["num_attention_heads"])
+    kv_heads = int(hf.get("num_key_value_heads") or heads)
+    if heads % kv_heads and not hf.get("kv_lora_rank"):  # latent attention has no kv heads
+        raise ValueError(f"num_key_value_heads must divide {heads} heads, got {kv_heads}")
+    if not hf.get("head_dim") and int(hf["hidden_size"]) % heads:
+        raise ValueError(f"hidden_size {hf['hidden_size']} does not divide into {heads} heads")
     return {
         "model_type": str(hf.get("model_type", "")),
         "vocab_size": int(hf["vocab_size"]),
@@ -77,7 +149,7 @@ def common_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "num_layers": int(hf["num_hidden_layers"]),
         "max_position_embeddings": scaled_length(hf),
         "num_heads": heads,
-        "num_kv_heads": int(hf.get("num_key_value_heads") or heads),
+        "num_kv_heads": kv_heads,
         "head_dim": int(hf.get("head_dim") or hf["hidden_size"] // heads),
         "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "eos_token_ids": token_ids(hf.get("eos_token_id")),

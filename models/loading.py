@@ -26,9 +26,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepinfer_jax.model_files import CheckpointError
 from deepinfer_jax.models import registry
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.checkpoint import Checkpoint
+from deepinfer_jax.models.checkpoint_names import add_prefix, settle_tie
 from deepinfer_jax.models.hf_config import (
     checkpoint_quantization,
     read_folder_config,
@@ -103,22 +105,63 @@ def load_model(
     "fp8" for the linear layers. mesh: devices to lay parameters over by `axes`; None: the default
     device. load_format "dummy": random weights, only config.json is read. config_overrides: fields
     of the model's config that are ours to choose, such as `moe` (MoeOptions). Raises ValueError for
-    an unknown model, option or dtype, and one listing all missing, unexpected and wrongly shaped
-    tensors.
+    an unknown model, option or dtype, and CheckpointError for a malformed file, or listing all
+    missing, unexpected and wrongly shaped tensors.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     folder = resolve_model_path(path)
+    read_model_config(folder)  # what is wrong with it is said before weights are looked for
+    if load_format == "dummy":
+        return _load_model(folder, None, dtype, quant, mesh, axes, config_overrides or {})
+    with Checkpoint(folder) as checkpoint:
+        add_prefix(checkpoint)
+        return _load_model(folder, checkpoint, dtype, quant, mesh, axes, config_overrides or {})
+
+
+def read_model_config(folder: Path) -> tuple[type, Any]:
+    """(model class, its configuration) from a folder's config.json.
+
+    Raises CheckpointError naming the file and what in it is unsupported, missing or malformed.
+    """
+    return _model_config(folder, read_folder_config(folder))
+
+
+def _model_config(folder: Path, hf: dict[str, Any]) -> tuple[type, Any]:
+    try:
+        checkpoint_quantization(hf)
+        model_class = registry.resolve(hf)
+        return model_class, model_class.config_from_hf(hf)
+    except _MALFORMED as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+
+
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What reading a malformed configuration may raise."""
+
+
+def _load_model(
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    dtype: jnp.dtype | str,
+    quant: str | None,
+    mesh: Mesh | None,
+    axes: ParallelAxes,
+    overrides: dict[str, Any],
+) -> LoadedModel:
+    """checkpoint None: random weights."""
     hf = read_folder_config(folder)
-    model_class = registry.resolve(hf)
-    checkpoint_quantization(hf)
-    config = dataclasses.replace(model_class.config_from_hf(hf), **(config_overrides or {}))
+    if checkpoint is not None:
+        tied = bool(hf.get("tie_word_embeddings", False))
+        hf = {**hf, "tie_word_embeddings": settle_tie(checkpoint, tied)}
+    model_class, config = _model_config(folder, hf)
+    config = dataclasses.replace(config, **overrides)
     graphdef, state = _abstract_state(config, model_class, axes, dtype, quant)
     variables = dict(_variables(state))
     place = _Placer(mesh, {p: partition_spec(v, axes) for p, v in variables.items()})
     slots = {".".join(map(str, p)): Slot.of(".".join(map(str, p)), v) for p, v in variables.items()}
     paths = {".".join(map(str, p)): p for p in variables}
-    if load_format == "dummy":
+    if checkpoint is None:
         arrays = {
             paths[n]: place(
                 [(paths[n], s.shape)], lambda indices, s=s: [random_slice(s, indices[0])]
@@ -126,16 +169,15 @@ def load_model(
             for n, s in slots.items()
         }
     else:
-        with Checkpoint(folder) as checkpoint:
-            arrays = _load(
-                checkpoint,
-                model_class,
-                model_class.weight_rules(config, axes),
-                slots,
-                paths,
-                place,
-                axes.tp,
-            )
+        arrays = _load(
+            checkpoint,
+            model_class,
+            model_class.weight_rules(config, axes),
+            slots,
+            paths,
+            place,
+            axes.tp,
+        )
     return LoadedModel(graphdef, _nested(arrays), config, model_class, _nested(place.specs))
 
 
@@ -185,7 +227,7 @@ def _load(
     if problems := [p for job in jobs for p in job.source_problems()] + _unexpected(
         checkpoint, weight_rules
     ):
-        raise ValueError(
+        raise CheckpointError(
             f"{checkpoint.folder} does not fit {model_class.__name__}:\n  "
             + "\n  ".join(dict.fromkeys(problems))
         )

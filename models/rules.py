@@ -37,7 +37,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DEFAULT_IGNORED = (r".*rotary_emb\.inv_freq",)
+DEFAULT_IGNORED = (
+    r"(.*\.)?rotary_(pos_)?emb\..*",
+    r"(.*\.)?(original_)?inv_freq",
+    r"(.*\.)?(cos|sin)_cached",
+    r"(.*\.)?rope\.freqs",
+    r"(.*\.)?(masked_bias|position_ids|_extra_state)",
+)
+"""Buffers that training frameworks save beside parameters: all are computed from the
+configuration."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs, EngineConfig
-from deepinfer_jax.models import registry
 from deepinfer_jax.models.layers.dispatch import MoeOptions
-from deepinfer_jax.models.loading import LoadedModel, load_hf_config, load_model
+from deepinfer_jax.models.loading import LoadedModel, load_model, read_model_config
 from deepinfer_jax.models.resolve import resolve_model_path
 
 
@@ -31,11 +30,9 @@ class ModelSource:
 
     @classmethod
     def find(cls, args: EngineArgs) -> ModelSource:
-        """Raises ValueError for an unknown folder or architecture."""
+        """Raises CheckpointError for an unknown folder or architecture."""
         folder = resolve_model_path(args.model)
-        hf = load_hf_config(folder)
-        model_class = registry.resolve(hf)
-        config = model_class.config_from_hf(hf)
+        model_class, config = read_model_config(folder)
         overrides = {"moe": _moe_options(args)} if hasattr(config, "moe") else {}
         return cls(folder, model_class, dataclasses.replace(config, **overrides), overrides)
 
