@@ -1,6 +1,6 @@
 # make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
 # make test    the test suite
-# make oldest  the test suite on the oldest JAX that is supported, in an environment of its own
+# make oldest  the test suite on the oldest allowed version of every dependency, in an environment of its own
 # make lint    ruff
 # make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
@@ -19,8 +19,6 @@ FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 
-OLDEST_JAX := $(shell sed -n 's/^  "jax>=\(.*\)",/\1/p' pyproject.toml)
-
 .PHONY: help demo test oldest lint fuzz faults aot venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -32,9 +30,9 @@ test: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS)
 
 oldest:
-	$(MAKE) VENV=$(VENV)-oldest venv
-	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
-	$(MAKE) VENV=$(VENV)-oldest test
+	$(MAKE) VENV=$(VENV)-oldest $(VENV)-oldest/bin/python
+	$(VENV)-oldest/bin/python tests/helpers/oldest.py >$(VENV)-oldest/oldest.txt
+	$(MAKE) VENV=$(VENV)-oldest PIP_ARGS="--constraint $(VENV)-oldest/oldest.txt" test
 
 lint: $(VENV)/.dev-installed
 	$(PY) -m ruff check .
@@ -75,7 +73,7 @@ $(VENV)/.run-installed: pyproject.toml | $(PY)
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]'
 	@touch $@ $(VENV)/.run-installed
 
 # The plugin must have jax's own version.
