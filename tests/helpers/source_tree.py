@@ -169,10 +169,10 @@ def cycles(root: Path = ROOT) -> list[tuple[str, ...]]:
 
 def cyclic(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
     """Groups of nodes that reach each other, each sorted."""
-    return [tuple(sorted(group)) for group in _components(graph) if len(group) > 1]
+    return [tuple(sorted(group)) for group in components(graph) if len(group) > 1]
 
 
-def _components(graph: dict[str, set[str]]) -> list[list[str]]:
+def components(graph: dict[str, set[str]]) -> list[list[str]]:
     """Strongly connected components (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -214,7 +214,7 @@ def floors(root: Path = ROOT) -> list[str]:
     """The longest chain of imports between modules, from the top down; members of a cycle stand on
     one floor."""
     graph = {name: imports(m, root, tables=False) for name, m in modules(root).items()}
-    groups = _components(graph)  # those that are imported come first
+    groups = components(graph)  # those that are imported come first
     home = {name: i for i, group in enumerate(groups) for name in group}
     chains: list[list[int]] = []
     for i, group in enumerate(groups):
