@@ -1,7 +1,8 @@
 # make demo    batch generation with real weights (SmolLM2-135M-Instruct), no account and no hub needed
 # make test    the test suite
 # make oldest  the test suite on the oldest allowed version of every dependency, in an environment of its own
-# make lint    ruff
+# make lint    ruff, and mypy over the packages that pyproject.toml names
+# make picture the packages and modules, drawn from the real imports into docs/
 # make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
@@ -19,7 +20,7 @@ FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 
-.PHONY: help demo test oldest lint fuzz faults aot venv clean
+.PHONY: help demo test oldest lint picture fuzz faults aot venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -31,12 +32,16 @@ test: $(VENV)/.dev-installed
 
 oldest:
 	$(MAKE) VENV=$(VENV)-oldest $(VENV)-oldest/bin/python
-	$(VENV)-oldest/bin/python tests/helpers/oldest.py >$(VENV)-oldest/oldest.txt
+	$(VENV)-oldest/bin/python tests/project/oldest.py >$(VENV)-oldest/oldest.txt
 	$(MAKE) VENV=$(VENV)-oldest PIP_ARGS="--constraint $(VENV)-oldest/oldest.txt" test
 
 lint: $(VENV)/.dev-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) tests/project/typecheck.py
+
+picture: $(VENV)/.dev-installed
+	$(PY) tests/project/picture.py
 
 fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)

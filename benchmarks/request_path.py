@@ -24,19 +24,11 @@ from pathlib import Path
 from types import CodeType
 
 HERE = Path(__file__).parents[1]
-BESIDE = ("scheduler", "models", "kernels_pallas", "launch")
+sys.path.insert(0, str(HERE / "tests" / "project"))
+
+import source_tree  # noqa: E402
+
 PROMPT = "The capital of France is"
-
-
-def assembled(root: Path, folder: Path) -> Path:
-    """`root`'s packages below folder as they are imported: deepinfer_jax with the others in it."""
-    package = folder / "deepinfer_jax"
-    package.mkdir()
-    for entry in (root / "deepinfer_jax").iterdir():
-        (package / entry.name).symlink_to(entry)
-    for name in BESIDE:
-        (package / name).symlink_to(root / name)
-    return folder
 
 
 def called_functions(root: Path, disaggregate: str | None) -> set[tuple[str, int]]:
@@ -132,7 +124,7 @@ def measured(root: Path, mode: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(assembled(root, Path(folder))),
+            "PYTHONPATH": str(source_tree.assembled(root, Path(folder))),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }
@@ -143,9 +135,6 @@ def measured(root: Path, mode: str) -> dict:
 
 def tree(root: Path) -> dict[str, int]:
     """Numbers of the source itself."""
-    sys.path.insert(0, str(HERE / "tests" / "helpers"))
-    import source_tree
-
     python = source_tree.python_files(root)
     modules = Counter(m.path.parent for m in source_tree.modules(root).values() if not m.is_package)
     folder, most = modules.most_common(1)[0]

@@ -3,7 +3,7 @@ what is typed, what is too large.
 
 Places that do not hold a rule yet stand in known.txt, one "rule: place" a line. The list only
 shrinks: a place that is not on it fails, and so does one on it that holds the rule by now.
-`python tests/helpers/source_tree.py` takes the latter off the list.
+`python tests/project/source_tree.py` takes the latter off the list.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_rule_holds_everywhere_but_in_known_places(rule, findings):
 @pytest.mark.parametrize("rule", RULES)
 def test_known_places_still_break_the_rule(rule, findings):
     mended = sorted(known(rule) - set(findings[rule]))
-    assert mended == [], "mended: run `python tests/helpers/source_tree.py`, commit known.txt"
+    assert mended == [], "mended: run `python tests/project/source_tree.py`, commit known.txt"
 
 
 def test_every_package_says_what_it_imports():

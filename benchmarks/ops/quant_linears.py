@@ -1,8 +1,8 @@
 """Time of a decoder's linear layers alone, by weight format and number of rows, on the default
 device.
 
-    python benchmarks/quant_linears.py [--layers 8] [--hidden 576] [--intermediate 1536] [--rows 1 \
-        4 8 32 128 512]
+    python benchmarks/ops/quant_linears.py [--layers 8] [--hidden 576] [--intermediate 1536] \
+        [--rows 1 4 8 32 128 512]
 
 Prints the fastest and the median of the runs that fit in two seconds, in milliseconds.
 """

@@ -2,7 +2,7 @@
 behind `deepinfer-jax plan`.
 
   # (needs the CUDA plugin; minutes of CPU per row)
-  JAX_PLATFORMS=cpu python benchmarks/capacity_tables.py
+  JAX_PLATFORMS=cpu python benchmarks/capacity/tables.py
 
 Rows are kept in docs/capacity.json, one plan each, so that a run goes on where the last one
 stopped; --fresh plans them again. Only what stands between the markers <!-- tables --> and <!--
@@ -24,7 +24,7 @@ from deepinfer_jax.launch.planner.plan import make_plan
 from deepinfer_jax.runner.memory import NotEnoughMemory
 from deepinfer_jax.runner.model_source import use_compilation_cache
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "examples" / "configs", ROOT / "docs"
 EP8 = {"quantization": "fp8", "data_parallel_size": 8, "expert_parallel_size": 8}
 EP64 = {"quantization": "fp8", "data_parallel_size": 64, "expert_parallel_size": 64}

@@ -1,6 +1,6 @@
 """Prefill of latent attention: absorbed against expanded, one layer, on this machine's CPU or GPU.
 
-    python benchmarks/mla_prefill.py [--heads 16] [--repeats 5]
+    python benchmarks/ops/mla_prefill.py [--heads 16] [--repeats 5]
 
 Every row is one step of `rows` tokens per sequence, the last ones of `keys`. `rule` is what "auto"
 picks (MLAConfig.expands). Decision: docs/decisions/030-mla-prefill.md.

@@ -68,6 +68,18 @@ def modules(root: Path = ROOT) -> dict[str, Module]:
     return found
 
 
+def assembled(root: Path, folder: Path) -> Path:
+    """A link to every module and package in `folder`/deepinfer_jax, as they are imported: for tools
+    that know only packages that lie where their names say. Returns folder."""
+    package = folder / FACADE
+    package.mkdir(parents=True, exist_ok=True)
+    entries = [*(root / FACADE).iterdir(), *(root / name for name in BESIDE)]
+    for entry in entries:
+        if entry.name != "__pycache__" and not (package / entry.name).exists():
+            (package / entry.name).symlink_to(entry)
+    return folder
+
+
 def units(root: Path = ROOT) -> dict[str, Module]:
     """The module whose docstring says what a unit may import, by unit."""
     all_modules = modules(root)

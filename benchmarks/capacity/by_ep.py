@@ -1,7 +1,7 @@
 """How the size of an expert-parallel engine changes what one GPU of it does, in floors over an
 efficiency: the numbers behind the last section of docs/capacity.md.
 
-  JAX_PLATFORMS=cpu python benchmarks/capacity_by_ep.py [--efficiency 0.6] [--itl 0.05] [--context \
+  JAX_PLATFORMS=cpu python benchmarks/capacity/by_ep.py [--efficiency 0.6] [--itl 0.05] [--context \
       1200]
 """
 
@@ -15,7 +15,7 @@ from deepinfer_jax.launch.planner.gpus import find_gpu
 from deepinfer_jax.launch.planner.search import FloorCosts, decode_rows, role_plans
 from deepinfer_jax.scheduler.roles import EngineType
 
-MODEL = Path(__file__).parent.parent / "examples" / "configs" / "deepseek-v3"
+MODEL = Path(__file__).parents[2] / "examples" / "configs" / "deepseek-v3"
 
 
 def main() -> None:

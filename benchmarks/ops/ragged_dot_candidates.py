@@ -1,7 +1,7 @@
 """Which existing grouped matmul would serve MoE on GPUs? Each candidate is compiled, ahead of time,
 for the shapes the models need.
 
-  JAX_PLATFORMS=cpu python benchmarks/ragged_dot_candidates.py [--target B200] [--only tokamax]
+  JAX_PLATFORMS=cpu python benchmarks/ops/ragged_dot_candidates.py [--target B200] [--only tokamax]
 
 Needs what `python -m deepinfer_jax.kernels_pallas.aot` needs. tokamax is not a dependency: put it
 into an environment of its own (`pip install tokamax==0.0.17`); absent, its rows are skipped.
