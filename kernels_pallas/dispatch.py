@@ -264,7 +264,7 @@ def _parse_overrides(text: str) -> dict[str, str]:
     return overrides
 
 
-def _refusal(
+def _unsupported_reason(
     implementation: Implementation, target: Target, args: tuple, kwargs: dict
 ) -> str | None:
     if implementation.platforms and target.platform not in implementation.platforms:
@@ -298,7 +298,7 @@ def select(
     candidates = [i for i in TABLE if i.op == op and forced in (None, i.name)]
     refused: list[tuple[str, str]] = []
     for candidate in candidates:
-        reason = _refusal(candidate, target, args, kwargs)
+        reason = _unsupported_reason(candidate, target, args, kwargs)
         if reason is None:
             choice = Choice(
                 op, target, candidate.name, why if forced else "first that fits", tuple(refused)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 class ForeignFileError(OSError):
@@ -34,37 +37,38 @@ def cache_root() -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, made with its parents if need be, readable and writable by this user alone.
+    """`path`, made with its parents if need be, which this user alone may enter.
 
-    A folder of this user that others may enter is closed to them. Raises ForeignFileError for
-    another user's folder and for a link, OSError where it cannot be made.
+    A folder of this user that others could enter is closed to them, and what they may have put
+    there is removed: links, other users' files, and files that others may write. Raises
+    ForeignFileError for another user's folder and for a link, OSError where it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     handle = _open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if (info := os.fstat(handle)).st_uid != os.geteuid():
+        info = os.fstat(handle)
+        if info.st_uid != os.geteuid():
             raise ForeignFileError(f"{path} {_foreign(info)}")
-        os.fchmod(handle, 0o700)
+        if info.st_mode & 0o077:
+            os.fchmod(handle, 0o700)
+            _remove_foreign(path)
     finally:
         os.close(handle)
     return path
 
 
-def remove_foreign(folder: Path) -> list[str]:
-    """Removes what others have put into a folder before it was made private: files that are not
-    this user's or that others may write, and links. Returns their names."""
-    removed = []
+def _remove_foreign(folder: Path) -> None:
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         info = entry.stat(follow_symlinks=False)
-        if not stat.S_ISLNK(info.st_mode) and _foreign(info) is None:
+        reason = "is a link" if stat.S_ISLNK(info.st_mode) else _foreign(info)
+        if reason is None:
             continue
         if entry.is_dir(follow_symlinks=False):
-            raise ForeignFileError(f"{entry.path} is a folder and {_foreign(info)}")
+            raise ForeignFileError(f"{entry.path} is a folder and {reason}")
         os.unlink(entry.path)
-        removed.append(entry.name)
-    return removed
+        logger.warning("%s removed: it %s", entry.path, reason)
 
 
 @contextlib.contextmanager

@@ -3,26 +3,16 @@ processes do at once."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from deepinfer_jax.kernels_pallas.private_files import cache_root, locked, private_folder
 from deepinfer_jax.models.gguf import convert_gguf
 
 CONVERTER_VERSION = 1
 """Part of every cache name; raise it when convert_gguf would write something else."""
-
-
-def cache_root() -> Path:
-    """$DEEPINFER_CACHE_DIR, else $XDG_CACHE_HOME/deepinfer-jax, else ~/.cache/deepinfer-jax."""
-    if own := os.environ.get("DEEPINFER_CACHE_DIR"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "deepinfer-jax"
 
 
 def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
@@ -31,12 +21,11 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
     Filled under another name and renamed when complete, while holding a lock: a second process
     waits for the first, and what a killed process left behind is removed by the next.
     """
-    folder = cache_root() / "models" / f"{name}-v{CONVERTER_VERSION}"
+    folder = private_folder(cache_root() / "models") / f"{name}-v{CONVERTER_VERSION}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock")):
         if not folder.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -46,13 +35,6 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def converted_folder(source: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from jax.sharding import Mesh
 
 from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.kernels_pallas.private_files import cache_root, private_folder
 from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.loading import LoadedModel, load_model, read_model_config
 from deepinfer_jax.models.resolve import resolve_model_path
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,19 @@ def _moe_options(args: EngineArgs) -> MoeOptions:
     return options
 
 
-def cache_dir() -> Path:
-    """$DEEPINFER_CACHE_DIR, else the XDG cache folder."""
-    given = os.environ.get("DEEPINFER_CACHE_DIR")
-    return (
-        Path(given)
-        if given
-        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepinfer-jax"
-    )
-
-
 def use_compilation_cache() -> None:
-    """Lets restarts find every compiled program on disk: in $DEEPINFER_JIT_CACHE_DIR, else a folder
-    of `cache_dir()`.
+    """Lets restarts find every compiled program on disk: in $DEEPINFER_JIT_CACHE_DIR, else in
+    "xla" of the cache folder, which this user alone may enter, since programs are loaded from it.
 
-    A cache folder that the user has given to JAX stays, with the user's limits.
+    A folder that the user names is taken as it is; one given to JAX stays, with the user's limits.
+    Without a cache folder, programs are compiled at each start.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update(
-            "jax_compilation_cache_dir", str(environ.get("JIT_CACHE_DIR") or cache_dir() / "xla")
-        )
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        folder = environ.get("JIT_CACHE_DIR") or private_folder(cache_root() / "xla")
+    except OSError as error:
+        logger.warning("programs are not kept between starts: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

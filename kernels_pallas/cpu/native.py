@@ -120,8 +120,6 @@ def _build(name: str) -> Path:
     parts = (*texts, _run([compiler, "--version"]), *_FLAGS, _machine(), jaxlib.__version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     folder = private_files.private_folder(private_files.cache_root() / "native")
-    if removed := private_files.remove_foreign(folder):
-        _logger.warning("removed from %s, for others put them there: %s", folder, removed)
     library = folder / f"cpu_{name}-{key[:24]}.so"
     if not library.exists():
         # the processes of a deployment start together: one builds
