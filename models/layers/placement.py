@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 REPLICA_STRIDE = 23333
 """Odd and far from any power of two: consecutive tokens of a rank walk evenly through an expert's
@@ -20,16 +21,17 @@ replicas."""
 
 @dataclass(frozen=True)
 class Placement:
-    """Host tables of one layer (or, with a leading layer axis, of many).
+    """Host tables of one layer.
 
-    physical_to_logical  i32 [P]     logical expert held by each physical slot logical_to_physical
-    i32 [E, R]  slots of each expert, the first `replica_count` of a row count; R = P - E + 1, the
-    most one can have replica_count        i32 [E]     at least 1
+    physical_to_logical: the logical expert that each physical slot holds.
+    logical_to_physical: the slots of each expert, of which the first `replica_count` count;
+    P - E + 1 is the most that one can have.
+    replica_count: at least 1.
     """
 
-    physical_to_logical: np.ndarray
-    logical_to_physical: np.ndarray
-    replica_count: np.ndarray
+    physical_to_logical: Int[np.ndarray, " physical"]
+    logical_to_physical: Int[np.ndarray, "experts most"]
+    replica_count: Int[np.ndarray, " experts"]
 
 
 def num_physical_experts(num_experts: int, ep: int, extra: int = 0) -> int:
@@ -39,13 +41,17 @@ def num_physical_experts(num_experts: int, ep: int, extra: int = 0) -> int:
     return -(-(num_experts + extra) // ep) * ep
 
 
-def initial_physical_to_logical(num_experts: int, num_physical: int) -> np.ndarray:
+def initial_physical_to_logical(
+    num_experts: int, num_physical: int
+) -> Int[np.ndarray, " physical"]:
     """The layout weights are loaded in: slot i holds expert i, and the extra slots start again at
-    expert 0. i32 [num_physical]"""
+    expert 0."""
     return (np.arange(num_physical) % num_experts).astype(np.int32)
 
 
-def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> Placement:
+def make_placement(
+    physical_to_logical: Int[np.ndarray, " physical"], num_experts: int
+) -> Placement:
     """The three tables from one. ValueError when an id is out of range or an expert has no slot."""
     p2l = np.asarray(physical_to_logical, np.int32)
     if p2l.ndim != 1 or p2l.min(initial=0) < 0 or p2l.max(initial=0) >= num_experts:
@@ -65,12 +71,12 @@ def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> Placeme
 
 
 def physical_ids(
-    experts: jax.Array,
-    logical_to_physical: jax.Array,
-    replica_count: jax.Array,
-    rank: jax.Array | int,
-) -> jax.Array:
-    """Logical experts i32 [T, k] (-1: none) -> physical slots i32 [T, k] (-1: none).
+    experts: Int[Array, "tokens k"],
+    logical_to_physical: Int[Array, "experts most"],
+    replica_count: Int[Array, " experts"],
+    rank: Int[Array, ""] | int,
+) -> Int[Array, "tokens k"]:
+    """Logical experts -> physical slots; -1, no expert, stays.
 
     Token t of rank r uses replica `(r + t * 23333) mod replica_count`, so one expert's load spreads
     over its replicas without any exchange between ranks.
@@ -85,9 +91,8 @@ def physical_ids(
     return jnp.where(experts >= 0, chosen, -1)
 
 
-def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
-    """How many tokens each logical expert was chosen by: i32 [num_experts]. Entries of -1 do not
-    count."""
+def expert_load(experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, " experts"]:
+    """How many tokens each logical expert was chosen by. Entries of -1 do not count."""
     return (
         jnp.zeros(num_experts, jnp.int32)
         .at[experts.reshape(-1)]
