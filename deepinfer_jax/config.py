@@ -1,7 +1,7 @@
 """EngineArgs: what a user may set. EngineConfig: the frozen, validated result, one field per
 decision.
 
-Imports: environ, models, scheduler.
+Imports: environ, expert_options, models, scheduler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from deepinfer_jax import environ
+from deepinfer_jax.expert_options import ExpertOptions
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.scheduler.config import SchedulerConfig
 from deepinfer_jax.scheduler.roles import EngineType, RolePolicy
@@ -84,7 +85,19 @@ class EngineArgs:
     """Ranks that one replica's weights are split over."""
     context_parallel_size: int = 1
     """Ranks that one prompt is split over."""
-    num_redundant_experts: int = 0
+    num_redundant_experts: int | None = None
+    """Physical experts beyond the model's own, per layer, raised so that all divide over the ranks;
+    None: DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS (0)."""
+    expert_rearrangement_interval: int | None = None
+    """Counted steps between two rearrangements of experts by their load: 0 never, -1 as the role
+    says (PROMPT 1,000, others 10,000); None: DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL (0)."""
+    expert_layers_per_step: int = 1
+    """The most layers whose experts move between two steps."""
+    expert_nodes: int = 1
+    """Hosts that the ranks are on, where groups of experts should stay in one; 1: no such limit."""
+    expert_placement: str | None = None
+    """File with an expert placement: read at start where it exists, kept up to date from then
+    on."""
     moe_dispatch: str = "auto"
     zero_overhead_scheduling: bool | None = None
     """Dispatch a step before the tokens of the one before are read; by default as the role says."""
@@ -176,6 +189,7 @@ class EngineConfig:
     num_speculative_tokens: int
     prefill_buckets: tuple[int, ...]
     decode_buckets: tuple[int, ...]
+    experts: ExpertOptions
 
     @property
     def policy(self) -> RolePolicy:
@@ -283,6 +297,15 @@ class EngineConfig:
                 _buckets("decode_buckets", args.decode_buckets, 1, args.max_num_seqs)
                 if policy.does_decode
                 else ()
+            ),
+            experts=ExpertOptions.resolve(
+                policy,
+                axes.ep,
+                hasattr(model_config, "moe"),
+                interval=args.expert_rearrangement_interval,
+                layers_per_step=args.expert_layers_per_step,
+                nodes=args.expert_nodes,
+                placement_file=args.expert_placement,
             ),
         )
 

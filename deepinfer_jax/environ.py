@@ -68,10 +68,27 @@ VARIABLES: dict[str, Variable] = {
     "OVERRIDE_NUM_EXTRA_EXPERTS": Variable(0, int, "redundant experts"),
     "EXPERT_COUNT_WINDOW_SIZE": Variable(100, int, "steps of expert load kept"),
     "EXPERT_REARRANGEMENT_STEP_INTERVAL": Variable(
-        0, int, "steps between rearrangements, 0: never"
+        0, int, "steps between rearrangements, 0: never, -1: as the role says"
     ),
     "REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE": Variable(
-        False, parse_bool, "NORMAL: rearrange at the step after a prefill"
+        False,
+        parse_bool,
+        "NORMAL: prefill steps count too, and experts move at the next decode step",
+    ),
+    "MOE_LB_STAT_INTERVAL": Variable(
+        128, int, "counted steps between two looks at the balance of experts, 0: none"
+    ),
+    "FORCE_IMBALANCE_RATIO": Variable(
+        0.0,
+        float,
+        "tests: tokens take experts by turns, so that the first rank gets this many"
+        " times the mean; 0: the router decides",
+    ),
+    "FORCE_LOAD_BALANCE": Variable(
+        False, parse_bool, "tests: tokens take experts by turns instead of as the router says"
+    ),
+    "SHOW_EPLB_DETAIL": Variable(
+        False, parse_bool, "log the balance of every layer at a rearrangement"
     ),
     # sampling
     "SAMPLER_FORCE_TOPK": Variable(0, int, "restrict sampling to this many logits, 0: off"),

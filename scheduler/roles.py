@@ -63,6 +63,8 @@ class RolePolicy:
     """False: fused attention path only where the layer needs it."""
     # ---- experts
     eplb_counts_prefill_steps: bool
+    expert_rearrangement_interval: int
+    """Counted steps between two rearrangements, where expert balance is on."""
     moe_cap_is_prefill: bool
     """False: MoE buffers hold max_num_seqs x (1 + num_speculative_tokens) tokens per rank."""
     # ---- reports
@@ -105,6 +107,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         loads_all_draft_parameters=True,
         fuses_norm_rope_unless_batch_invariant=False,
         eplb_counts_prefill_steps=False,
+        expert_rearrangement_interval=10_000,
         moe_cap_is_prefill=True,
         logging_interval_divisor=1,
     ),
@@ -128,6 +131,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         loads_all_draft_parameters=False,
         fuses_norm_rope_unless_batch_invariant=True,
         eplb_counts_prefill_steps=True,
+        expert_rearrangement_interval=1_000,
         moe_cap_is_prefill=True,
         logging_interval_divisor=5,
     ),
@@ -151,6 +155,7 @@ ROLE_POLICIES: dict[EngineType, RolePolicy] = {
         loads_all_draft_parameters=True,
         fuses_norm_rope_unless_batch_invariant=False,
         eplb_counts_prefill_steps=True,
+        expert_rearrangement_interval=10_000,
         moe_cap_is_prefill=False,
         logging_interval_divisor=1,
     ),

@@ -1,5 +1,5 @@
 """LLMEngine and its parts: requests in, steps, outputs out.
 
-Imports: engine.stats, kv, runner, text, models, kernels_pallas, scheduler, config, outputs,
-sampling_params.
+Imports: engine.stats, experts, kv, runner, text, models, kernels_pallas, scheduler, config,
+outputs, sampling_params.
 """

@@ -29,6 +29,7 @@ from deepinfer_jax.engine.stats.metrics import EngineStats, StepRecord
 from deepinfer_jax.engine.stats.profiling import StepProfiler
 from deepinfer_jax.engine.stats.prometheus import MetricsServer
 from deepinfer_jax.engine.step_boundary import StepBoundary
+from deepinfer_jax.experts.balancer import ExpertBalancer, make_balancer
 from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.models.resolve import resolve_model_path
@@ -62,6 +63,8 @@ class LLMEngine:
     """Copies blocks out of the pools and into them; made when something needs it."""
     prefix_store: PrefixStore | None = None
     """The engine's side of its KV store; None without one."""
+    experts: ExpertBalancer | None = None
+    """Counts tokens per expert and moves experts; None where nothing is counted."""
     failure: str | None = None
     """The error that has stopped the engine; None while it runs."""
 
@@ -95,9 +98,12 @@ class LLMEngine:
             if self.policy.splits_prefill_decode:
                 self.init_pd_split()
             self._open_prefix_store()
+            self.experts = make_balancer(self.runner, self.dp_group)
             self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
         if args.warm_up:
             logger.info("%s: kernels chosen:\n%s", self.name, kernels_pallas.explain())
+        if self.experts is not None:
+            self.experts.start()
         self._build_request_side(source)
 
     def _build_schedulers(self, dp_group: DPGroup | None) -> None:
@@ -278,6 +284,8 @@ class LLMEngine:
         start = time.perf_counter()
         substeps = self._schedule()
         in_flight = self._dispatch(substeps)
+        if self.experts is not None and in_flight is not None:
+            self.experts.after_dispatch(in_flight.is_prefill, len(substeps))
         self.pre_sampler_sync(substeps)
         record = StepRecord.of(substeps, in_flight, start, time.perf_counter())
         done = self._take_turn(in_flight, record)
@@ -566,6 +574,8 @@ class LLMEngine:
         self._pending = None
         if self.prefix_store is not None:
             self.prefix_store.close()
+        if self.experts is not None:
+            self.experts.close()
         self.profiler.stop()
         if self.metrics_server is not None:
             self.metrics_server.close()

@@ -1,4 +1,4 @@
 """Expert balance: which rank holds which expert, decided from what tokens chose.
 
-Imports: runner, models, models.layers, config.
+Imports: runner, models, models.layers, scheduler, expert_options.
 """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.models.base import StepBatch
+from deepinfer_jax.runner.expert_counts import ExpertCounts
 from deepinfer_jax.runner.packing import Field, PackedLayout
 from deepinfer_jax.runner.sampler import (
     SampleResult,
@@ -42,10 +43,16 @@ class DecodeState:
     block_tables: jax.Array  # i32 [S, P]
     state_slots: jax.Array  # i32 [S]: rows of the model's StateCaches
     sampling: SamplingState
+    experts: ExpertCounts | None = None  # None: a model without experts, or nobody asks
 
     @classmethod
     def init(
-        cls, num_slots: int, max_pages: int, vocab_size: int, enable_penalties: bool
+        cls,
+        num_slots: int,
+        max_pages: int,
+        vocab_size: int,
+        enable_penalties: bool,
+        experts: ExpertCounts | None = None,
     ) -> DecodeState:
         """All slots empty."""
         return cls(
@@ -60,6 +67,7 @@ class DecodeState:
                 max_bias=MAX_BIAS,
                 enable_penalties=enable_penalties,
             ),
+            experts=experts,
         )
 
     @property
@@ -110,7 +118,8 @@ class DecodeState:
     def admit(self, rows: dict[str, jax.Array]) -> DecodeState:
         """Fills slots from the fields of `admit_layout`."""
         slots = rows["slots"]
-        return DecodeState(
+        return replace(
+            self,
             last_token=self.last_token.at[slots].set(rows["last_token"], mode="drop"),
             num_tokens=self.num_tokens.at[slots].set(rows["num_tokens"], mode="drop"),
             block_tables=self.block_tables.at[slots].set(rows["block_tables"], mode="drop"),

@@ -302,6 +302,10 @@ class ModelRunner:
             self._call(ProgramKey("admit", size), rows.reshape(-1))
             at += size
 
+    def replace_params(self, arrays: dict[int, jax.Array]) -> None:
+        """Steps dispatched from now on see these parameters, by their place in `params`."""
+        self.params = tuple(arrays.get(i, old) for i, old in enumerate(self.params))
+
     def close(self) -> None:
         """Drops parameters, caches and programs."""
         self.params, self.caches, self.state = (), {}, None

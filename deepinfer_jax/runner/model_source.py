@@ -56,7 +56,10 @@ def _moe_options(args: EngineArgs) -> MoeOptions:
     # "auto" is padded everywhere: with the flag that ragged needs, XLA sends more bytes than padded
     # (docs/decisions/031-moe-dispatch.md)
     dispatch = "padded" if args.moe_dispatch == "auto" else args.moe_dispatch
-    options = MoeOptions(dispatch=dispatch, extra_experts=args.num_redundant_experts)
+    extra = args.num_redundant_experts
+    if extra is None:
+        extra = environ.get_int("OVERRIDE_NUM_EXTRA_EXPERTS")
+    options = MoeOptions(dispatch=dispatch, extra_experts=extra)
     options.check_backend()
     return options
 

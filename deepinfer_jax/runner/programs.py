@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.models.base import Caches, CacheSpec, StepBatch
+from deepinfer_jax.models.layers.expert_layers import OWN_EXPERTS, expert_groups
 from deepinfer_jax.runner import kv_pools, sampler
 from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.runner.decode_state import DecodeState, admit_layout, pack_result
+from deepinfer_jax.runner.expert_counts import ExpertCounts
 from deepinfer_jax.runner.mesh import rank_spec
 from deepinfer_jax.runner.packing import PackedLayout
 
@@ -143,6 +145,13 @@ class StepPrograms:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
             for x, spec in zip(leaves, self._param_specs, strict=True)
         )
+        self.expert_groups = expert_groups(params)
+        own = [group for group in self.expert_groups if group.name == OWN_EXPERTS]
+        window = config.experts.window
+        self.counted_shape: tuple[int, int, int] | None = (
+            (window, len(own[0].layers), own[0].num_experts) if own and window else None
+        )
+        """(steps, layers, experts) of the counts in the decode state."""
         self.num_blocks = 0
         self.last_profiled: Any = None  # the compiled program of the memory profile
         self._compiled: dict[ProgramKey, Any] = {}
@@ -193,7 +202,11 @@ class StepPrograms:
         """The local state of one rank, in a trace."""
         c = self.config
         return DecodeState.init(
-            c.max_num_seqs, c.max_pages, self.model_config.vocab_size, c.args.enable_penalties
+            c.max_num_seqs,
+            c.max_pages,
+            self.model_config.vocab_size,
+            c.args.enable_penalties,
+            None if self.counted_shape is None else ExpertCounts.init(*self.counted_shape),
         )
 
     def abstract_state(self) -> DecodeState:
@@ -222,9 +235,19 @@ class StepPrograms:
         inputs = self.layout(key).unpack(row)
         batch = self._prefill_batch(inputs, key.size)
         model = self._model(params)
-        hidden, caches = model(caches, batch)
+        counted = self.config.experts.counts_prefill
+        hidden, caches, state = self._forward(model, caches, batch, state, counted)
         state, results = self._sample_prefill(model, hidden, state, inputs, batch)
         return caches, state, (results, self._prompt_logprobs(model, hidden, inputs))
+
+    def _forward(
+        self, model: Any, caches: Caches, batch: StepBatch, state: DecodeState, counted: bool = True
+    ) -> tuple[jax.Array, Caches, DecodeState]:
+        """The model's hidden states; tokens per expert go into the state where it counts them."""
+        if state.experts is None or not counted:
+            return *model(caches, batch), state
+        hidden, caches, loads = model.forward_with_load(caches, batch)
+        return hidden, caches, replace(state, experts=state.experts.add(loads))
 
     def _prefill_batch(self, inputs: dict[str, jax.Array], count: int) -> StepBatch:
         bs = self.config.block_size
@@ -308,7 +331,7 @@ class StepPrograms:
             caches, state = carry
             slots = jnp.where(step < row_steps, inputs["slots"], state.num_slots)
             batch = state.decode_batch(slots, self.config.block_size, self.num_blocks)
-            hidden, caches = model(caches, batch)
+            hidden, caches, state = self._forward(model, caches, batch, state)
             results = self._sample_decode(model.compute_logits(hidden), state, slots, batch.kv_lens)
             return (caches, state.append(slots, results[:, 0], batch.kv_lens + 1)), results
 
@@ -369,9 +392,7 @@ class StepPrograms:
         sampling = sampler.record_outputs(sampling, output, x["tokens"])
         return (
             caches,
-            DecodeState(
-                state.last_token, state.num_tokens, state.block_tables, state.state_slots, sampling
-            ),
+            replace(state, sampling=sampling),
             (),
         )
 

@@ -26,6 +26,7 @@ ROWS = {
     "finished_freed_by_finalize_seq": ("finalizes_finished", (True, False, True)),
     "output_storage_reserved_at_enqueue": ("reserves_output_storage", (True, False, False)),
     "eplb_counts_prefill_steps": ("eplb_counts_prefill_steps", (False, True, True)),
+    "eplb_period": ("expert_rearrangement_interval", (10_000, 1_000, 10_000)),
     "log_line_interval": ("logging_interval_divisor", (1, 5, 1)),
     "moe_buffer_cap": ("moe_cap_is_prefill", (True, True, False)),
     "fused_norm_rope": ("fuses_norm_rope_unless_batch_invariant", (False, True, False)),

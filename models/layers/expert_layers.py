@@ -11,6 +11,9 @@ import jax
 
 from deepinfer_jax.models.layers.moe import TABLES
 
+OWN_EXPERTS = "layers"
+"""The group of the model's own layers, which are counted in every step."""
+
 
 @dataclass(frozen=True)
 class ExpertLayer:
