@@ -11,7 +11,6 @@ block size) are honoured.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 from importlib import metadata
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import __version__
+from deepinfer_jax import __version__, json_text
 from deepinfer_jax.cli import common
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.flags import add_model_flag
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     sections = {"versions": versions(), "devices": devices()}
     if args.model is not None:
         sections |= model_sections(EngineArgs(args.model, **common.engine_values(args)))
-    print(json.dumps(sections, ensure_ascii=False, indent=1) if args.json else _as_text(sections))
+    print(json_text.dumps(sections, indent=1) if args.json else _as_text(sections))
     return 0
 
 

@@ -17,10 +17,10 @@ role. docs/simulator.md explains traces, costs and results.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import fields
 
+from deepinfer_jax import json_text
 from deepinfer_jax.scheduler.simulation.costs import AnalyticCosts, CostsByRole, load_costs
 from deepinfer_jax.scheduler.simulation.deployment import parse_deployment
 from deepinfer_jax.scheduler.simulation.result import results_table
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     deployments = [parse_deployment(text, limits) for text in args.deployment]
     results = compare(trace, deployments, costs, seed=args.seed)
     if args.json:
-        print(json.dumps([result.summary() for result in results], indent=1))
+        print(json_text.dumps([result.summary() for result in results], indent=1))
     else:
         print(
             f"trace  {trace.name}: {len(trace)} requests, {trace.rate:.4g}/s, mean"

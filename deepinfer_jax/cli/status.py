@@ -6,7 +6,6 @@ deepinfer-jax status --router 127.0.0.1:9510
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         status = ask_status(connection, args.timeout)
     finally:
         connection.close()
-    sys.stdout.write(json.dumps(status, indent=1) + "\n" if args.json else as_text(status))
+    sys.stdout.write(json_text.dumps(status, indent=1) + "\n" if args.json else as_text(status))
     return 0 if status["health"]["status"] == "ok" else 1
 
 

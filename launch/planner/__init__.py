@@ -1,4 +1,4 @@
 """The capacity planner: memory, blocks, step floors and P:D splits before a GPU is at hand.
 
-Imports: runner, models, kernels_pallas, scheduler, scheduler.simulation, config, flags.
+Imports: runner, models, kernels_pallas, scheduler, scheduler.simulation, config, flags, json_text.
 """

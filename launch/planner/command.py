@@ -14,10 +14,10 @@ config.json only. docs/capacity.md explains the numbers.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepinfer_jax import json_text
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.launch.planner.gpus import GPUS, find_gpu
 from deepinfer_jax.launch.planner.plan import Plan, make_plan
@@ -261,7 +261,7 @@ def draw(trials: Sequence[Trial], targets: Targets, path: str) -> None:
 def _write(path: str | None, value: object) -> None:
     if path is None:
         return
-    text = json.dumps(value, indent=1)
+    text = json_text.dumps(value, indent=1)
     if path == "-":
         print(text)
     else:
