@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deepinfer_jax import json_text
+
 if TYPE_CHECKING:
     from deepinfer_jax.launch.cluster import Cluster
 

@@ -8,7 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from deepinfer_jax.kernels_pallas.private_files import cache_root, locked, private_folder
+from deepinfer_jax.kernels_pallas.private_files import (
+    ForeignFileError,
+    cache_root,
+    locked,
+    private_folder,
+)
 from deepinfer_jax.models.gguf import convert_gguf
 
 CONVERTER_VERSION = 1
@@ -19,9 +24,20 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
     """`<cache>/models/<name>`, made by `fill(empty folder)` when absent.
 
     Filled under another name and renamed when complete, while holding a lock: a second process
-    waits for the first, and what a killed process left behind is removed by the next.
+    waits for the first, and what a killed process left behind is removed by the next. What is
+    there already serves from a cache that is read-only. Raises OSError saying what to set where a
+    folder cannot be made.
     """
-    folder = private_folder(cache_root() / "models") / f"{name}-v{CONVERTER_VERSION}"
+    folder = cache_root() / "models" / f"{name}-v{CONVERTER_VERSION}"
+    try:
+        private_folder(folder.parent)
+    except OSError as error:
+        if folder.is_dir() and not isinstance(error, ForeignFileError):
+            return folder
+        raise OSError(
+            f"no folder for the converted model: {error}; DEEPINFER_CACHE_DIR may name one that can"
+            " be written"
+        ) from error
     if folder.is_dir():
         return folder
     partial = folder.with_name(folder.name + ".partial")

@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from deepinfer_jax import json_text
+
 COLUMNS = (
     ("name", "ENGINE"),
     ("role", "ROLE"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,24 @@ def use_compilation_cache() -> None:
     "xla" of the cache folder, which this user alone may enter, since programs are loaded from it.
 
     A folder that the user names is taken as it is; one given to JAX stays, with the user's limits.
-    Without a cache folder, programs are compiled at each start.
+    Where the folder cannot be written a warning says so, and programs are compiled at each start.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        folder = environ.get("JIT_CACHE_DIR") or private_folder(cache_root() / "xla")
+        if given := environ.get("JIT_CACHE_DIR"):
+            folder = Path(given)
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = private_folder(cache_root() / "xla")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written")
     except OSError as error:
-        logger.warning("programs are not kept between starts: %s", error)
+        logger.warning(
+            "compiled programs are not kept between starts: %s; DEEPINFER_CACHE_DIR or"
+            " DEEPINFER_JIT_CACHE_DIR may name a folder that can be written",
+            error,
+        )
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -74,13 +74,17 @@ class Tokenizer:
         return json.loads(self.backend.to_str()).get("decoder")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; add_special_tokens adds BOS where the tokenizer's files say so."""
+        """Token ids of a text; add_special_tokens adds BOS where the tokenizer's files say so.
+        ValueError for a text with half a surrogate pair, which UTF-8 cannot hold."""
+        _check_utf8(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel threads."""
+        for text in texts:
+            _check_utf8(text)
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -204,3 +208,13 @@ def load_eos_token_ids(path: str | Path) -> tuple[int, ...]:
         if ids:
             return tuple(dict.fromkeys(ids))
     return ()
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has half a surrogate pair, \\u{ord(text[error.start]):04x}, at character"
+            f" {error.start}"
+        ) from None

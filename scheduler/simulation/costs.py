@@ -245,9 +245,13 @@ def load_costs(path: str | Path) -> CostsByRole:
     """
     path = Path(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
     if not isinstance(record, dict) or record.get("format") != FILE_FORMAT:
         found = record.get("format") if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}: field 'format' must be {FILE_FORMAT!r}, got {found!r}")

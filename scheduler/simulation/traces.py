@@ -10,7 +10,9 @@ A trace is arrays, not objects: one row per request, sorted by time. Formats (do
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -181,21 +183,15 @@ def load_trace(path: str | Path, format: str = "auto", limit: int | None = None)
 def _detect(path: Path) -> str:
     if path.suffix.lower() == ".csv":
         return "azure"
-    with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "")
+    first = next((line for _, line in _lines(path) if line.strip()), "")
     return "mooncake" if '"hash_ids"' in first else "jsonl"
 
 
 def _json_rows(path: Path, format: str, limit: int | None) -> Iterator[tuple]:
     seconds, ids_field = (1e-3, "hash_ids") if format == "mooncake" else (1.0, "prefix_ids")
-    with path.open(encoding="utf-8") as file:
-        count = 0
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if limit is not None and count >= limit:
-                return
-            count += 1
+    with contextlib.closing(_lines(path)) as lines:
+        filled = ((number, line) for number, line in lines if line.strip())
+        for number, line in itertools.islice(filled, limit):
             where = f"{path}, line {number}"
             record = _json_object(where, line)
             output = _count(where, record, "output_length", 0)
@@ -214,11 +210,26 @@ def _json_rows(path: Path, format: str, limit: int | None) -> Iterator[tuple]:
             )
 
 
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line; ValueError naming the line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            try:
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8: {error}") from None
+            yield number, line
+
+
 def _json_object(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{where}: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
     return record
@@ -235,9 +246,13 @@ def _field(where: str, record: dict[str, Any], name: str) -> Any:
 
 def _number(where: str, record: dict[str, Any], name: str) -> float:
     value = _field(where, record, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where}: field {name!r} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: field {name!r} must be a finite number, got {repr(value)[:80]}")
+    return number
 
 
 def _count(where: str, record: dict[str, Any], name: str, least: int) -> int:
@@ -254,7 +269,7 @@ def _integer(value: Any) -> int | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return int(number) if math.isfinite(number) and number == int(number) else None
 
@@ -269,21 +284,28 @@ def _ids(where: str, record: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _azure_rows(path: Path, limit: int | None) -> Iterator[tuple]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+    with contextlib.closing(_lines(path)) as lines:
+        reader = csv.DictReader(line for _, line in lines)
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
         if missing:
             raise ValueError(
                 f"{path}, line 1: column {', '.join(sorted(missing))} is missing; the header has"
                 f" {reader.fieldnames}"
             )
-        for count, record in enumerate(reader):
+        for count, record in enumerate(_records(path, reader)):
             if limit is not None and count >= limit:
                 return
             where = f"{path}, line {reader.line_num}"
             output = _count(where, record, "GeneratedTokens", 0)
             time = _timestamp(where, _field(where, record, "TIMESTAMP"))
             yield time, _count(where, record, "ContextTokens", 1), output, max(output, 1), ()
+
+
+def _records(path: Path, reader: csv.DictReader) -> Iterator[dict[str, Any]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}, after line {reader.line_num}: {error}") from None
 
 
 def _timestamp(where: str, text: str) -> float:

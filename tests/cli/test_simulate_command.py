@@ -100,3 +100,15 @@ def test_needs_no_jax():
     )
     argv = ["simulate", *RANDOM, "--deployment", "pd:1P:1D", "--json"]
     subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True, timeout=60)
+
+
+def test_json_is_json_where_there_is_nothing_to_measure(capsys):
+    """One output token per request: no gap between tokens, so no inter-token latency."""
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    argv = ["--rate", "20", "--input-mean", "30", "--output-mean", "1", "--output-cv", "0"]
+    assert run(*argv, "--limit", "5", "--deployment", "normal", "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert result["itl_seconds"]["p50"] is None

@@ -462,3 +462,45 @@ def test_weighted_percentiles():
         3,
     ]
     assert math.isnan(weighted_percentile(values[:0], counts[:0], 50))
+
+
+ROW = '{"timestamp": 0, "input_length": 3, "output_length": 2}\n'
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path):
+    for name, text in (
+        ("t.jsonl", ROW),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n0,3,2\n"),
+    ):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert load_trace(tmp_path / name).input_lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"timestamp": 0, "x": "caf\xe9"}\n', "line 2: not UTF-8"),
+        (b"[" * 200_000 + b"\n", "line 2: nested too deeply"),
+        (b'{"timestamp": ' + b"9" * 5000 + b"}\n", "line 2: .*4300"),
+        (
+            b'{"timestamp": ' + b"9" * 400 + b', "input_length": 1, "output_length": 1}\n',
+            "line 2: field 'timestamp' must be a finite number",
+        ),
+        (
+            b'{"timestamp": 0, "input_length": ' + b"9" * 400 + b', "output_length": 1}\n',
+            "line 2: field 'input_length' must be an integer",
+        ),
+        (b'{"timestamp": NaN, "input_length": 1, "output_length": 1}\n', "line 2: .*finite"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, data, message):
+    (tmp_path / "t.jsonl").write_bytes(ROW.encode() + data)
+    with pytest.raises(ValueError, match=f"t.jsonl, {message}"):
+        load_trace(tmp_path / "t.jsonl")
+
+
+def test_a_csv_trace_that_is_not_utf8_is_named(tmp_path):
+    data = b"TIMESTAMP,ContextTokens,GeneratedTokens\n0,3,2\n" + b"1,\xff,2\n"
+    (tmp_path / "t.csv").write_bytes(data)
+    with pytest.raises(ValueError, match=r"t\.csv, line 3: not UTF-8"):
+        load_trace(tmp_path / "t.csv")
