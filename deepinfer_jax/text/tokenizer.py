@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from deepinfer_jax.json_text import check_text
 from deepinfer_jax.model_files import CheckpointError, read_json_if_there
 from deepinfer_jax.text.chat_template import ChatTemplate, load_chat_templates
 from deepinfer_jax.text.tokenizer_files import read_tokenizer
@@ -76,7 +77,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add_special_tokens adds BOS where the tokenizer's files say so.
         ValueError for a text with half a surrogate pair, which UTF-8 cannot hold."""
-        _check_utf8(text)
+        check_text(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(
@@ -84,7 +85,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel threads."""
         for text in texts:
-            _check_utf8(text)
+            check_text(text)
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -208,13 +209,3 @@ def load_eos_token_ids(path: str | Path) -> tuple[int, ...]:
         if ids:
             return tuple(dict.fromkeys(ids))
     return ()
-
-
-def _check_utf8(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text has half a surrogate pair, \\u{ord(text[error.start]):04x}, at character"
-            f" {error.start}"
-        ) from None

@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning_that_says_what_to_set(
     with caplog.at_level(logging.WARNING):
         use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir is None
-    assert "compiled programs are not kept" in caplog.text
+    assert "compiled programs are not kept between starts" in caplog.text
     assert str(tmp_path / "file") in caplog.text and "DEEPINFER_CACHE_DIR" in caplog.text
 
 

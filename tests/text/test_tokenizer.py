@@ -39,6 +39,14 @@ def test_encode_and_decode(tmp_path):
     assert load_tokenizer(tmp_path / "tokenizer.json").vocab_size == 258
 
 
+def test_half_a_surrogate_pair_is_a_value_error():
+    tokenizer = Tokenizer(tiny.byte_level())
+    with pytest.raises(ValueError, match=r"half a surrogate pair, \\ud83d, at character 4"):
+        tokenizer.encode("cut \ud83d")
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        tokenizer.encode_batch(["fine", "\udc00"])
+
+
 def test_saved_padding_and_truncation_do_not_alter_prompts(tmp_path):
     backend = tiny.byte_level()
     backend.enable_truncation(2)
