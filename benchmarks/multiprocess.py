@@ -4,13 +4,14 @@ deployments.
   python benchmarks/multiprocess.py               everything (about three minutes on two cores)
   python benchmarks/multiprocess.py links router deployments
 
-Every number is printed beside what it should be compared with, from the same run. Each part starts
-its own processes on loopback and ends them.
+Every number is printed beside what it should be compared with, from the same run: medians. Each
+part starts its own processes on loopback and ends them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import statistics
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +160,8 @@ def bench_links() -> None:
                     waiter.channel.send(hand, [memoryview(np.asarray(array)).cast("B")])
                 waiter.acks.acquire()
 
-            seconds = best(send, 8)
-            plain = best(lambda size=size: socket_copy(size << 20), 4)
+            with socket_copy(size << 20) as copy:
+                seconds, plain = medians(send, copy)
             rate, reference = size / 1024 / seconds, size / 1024 / plain
             print(
                 f"{transport:13} {size:3} MB: {1e3 * seconds:7.1f} ms, {rate:5.2f} GiB/s; plain TCP"
@@ -171,29 +173,36 @@ def bench_links() -> None:
         process.wait(30)
 
 
-def best(function: Any, times: int) -> float:
-    seconds = []
-    for _ in range(times + 1):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+def medians(*functions: Callable[[], object], rounds: int = 9) -> list[float]:
+    """Seconds of each, by turns; the first round is not counted."""
+    taken: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds + 1):
+        for function, seconds in zip(functions, taken, strict=True):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds[1:]) for seconds in taken]
 
 
-def socket_copy(size: int) -> None:
-    """The same bytes over one loopback connection, as fast as Python's sockets go."""
-    data, into = memoryview(bytes(size)), memoryview(bytearray(size))
+@contextlib.contextmanager
+def socket_copy(size: int) -> Iterator[Callable[[], None]]:
+    """A function that copies size bytes over a loopback connection, as fast as Python's sockets go:
+    connection and buffers are there before, and every page has been written."""
+    data, into = memoryview(bytearray(b"x") * size), memoryview(bytearray(b"y") * size)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
+
+    def copy() -> None:
         thread = threading.Thread(target=sender.sendall, args=(data,))
         thread.start()
         at = 0
         while at < size:
             at += receiver.recv_into(into[at:])
         thread.join()
-        sender.close()
-        receiver.close()
+
+    with sender, receiver:
+        yield copy
 
 
 # ---- the router ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 tokens and dtype, in one run.
 
     python benchmarks/offline_throughput.py [--model demo] [--dtype float32] [--quantization int8] \
-        [--repeats 3]
+        [--repeats 3] [--settings default,tuned]
         [--transformers-python PY] [--vllm-python PY] [--llama-cpp-python PY --llama-cpp-gguf FILE]
 
 The optional interpreters belong to environments of their own that hold torch + transformers, vLLM's
@@ -15,9 +15,15 @@ EOS. Workloads (32 prompts of 128 tokens, benchmarks/smollm2_workload.json):
     single  one prompt, 128 new tokens
 
 prefill = prompt tokens / time of a run that asks for one token each; decode = the other tokens /
-the rest of the time; both by the same wall clocks for all engines. Medians over the repeats. Limits
-are measured in the same run (benchmarks/limits.py); the memory's speed right before and after each
-`single` run of this engine, whose share of it is the median of those pairs.
+the rest of the time; both by the same wall clocks for all engines. Medians over the repeats, and
+the slowest and fastest of them.
+
+Settings: "tuned" takes the flags given here, and for other engines what their workers say;
+"default" gives every engine nothing but the lengths and the number of sequences. No engine turns
+tokens into text.
+
+Limits are measured in the same run (benchmarks/limits.py); the memory's speed right before and
+after each `single` run of this engine, whose share of it is the median of those pairs.
 """
 
 from __future__ import annotations
@@ -105,8 +111,8 @@ def workloads(vocab: int) -> list[Workload]:
 class Worker:
     """Another engine, in a process that answers `benchmarks/engines/worker.py`'s protocol."""
 
-    def __init__(self, name: str, python: str, script: str, *args: str) -> None:
-        self.name, self.peak_bytes = name, 0
+    def __init__(self, name: str, setting: str, python: str, script: str, *args: str) -> None:
+        self.name, self.setting, self.peak_bytes = f"{name} {setting}", setting, 0
         environment = {
             k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "PYTHONPATH")
         }
@@ -142,22 +148,26 @@ class Worker:
 class Ours:
     """This engine, in this process."""
 
-    name = "deepinfer-jax"
-
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, setting: str) -> None:
+        self.name, self.setting = f"deepinfer-jax {setting}", setting
         watch = compile_watch()
+        tuned: dict[str, Any] = {}
+        if setting == "tuned":
+            tuned = dict(
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                num_decode_steps=args.num_decode_steps,
+                prefill_buckets=args.prefill_buckets,
+                decode_buckets=args.decode_buckets,
+            )
         self.llm = LLM(
             args.model,
             dtype=args.dtype,
             quantization=args.quantization,
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            num_decode_steps=args.num_decode_steps,
-            prefill_buckets=args.prefill_buckets,
-            decode_buckets=args.decode_buckets,
             warm_up=True,
             strict_compiles=True,
+            **tuned,
         )
         self.engine = self.llm.engine
         self.compiles = (watch.compiles, watch.cache_hits)
@@ -202,21 +212,17 @@ class Ours:
 
 
 def other_engines(args: argparse.Namespace) -> list[Worker]:
+    """The engines whose interpreters are given, once per setting; transformers has but one."""
     folder, workers = str(resolve_model_path(args.model)), []
-    for name in ("transformers", "vllm"):
-        python = getattr(args, f"{name}_python")
-        if python:
-            workers.append(Worker(name, python, f"{name}_worker.py", folder, args.dtype))
-    if args.llama_cpp_python:
-        workers.append(
-            Worker(
-                "llama.cpp",
-                args.llama_cpp_python,
-                "llama_cpp_worker.py",
-                args.llama_cpp_gguf,
-                args.dtype,
-            )
-        )
+    given = (
+        ("vllm", args.vllm_python, folder, args.settings),
+        ("llama_cpp", args.llama_cpp_python, args.llama_cpp_gguf, args.settings),
+        ("transformers", args.transformers_python, folder, args.settings[:1]),
+    )
+    for name, python, model, settings in given:
+        for setting in settings if python else ():
+            script = f"{name}_worker.py"
+            workers.append(Worker(name, setting, python, script, model, args.dtype, setting))
     return workers
 
 
@@ -230,7 +236,7 @@ def measure_engines(
         for w in loads:
             for e in engines:
                 t = times[e.name, w.name]
-                probe = streams if w.name == "single" and e is engines[0] else None
+                probe = streams if w.name == "single" and isinstance(e, Ours) else None
                 before = probe.best() if probe else 0.0
                 first, _ = e.run(w.with_max_tokens(1))
                 whole, t.tokens = e.run(w if repeat >= 0 else w.with_max_tokens(4))
@@ -259,30 +265,34 @@ def common_prefix(x: list[int], y: list[int]) -> int:
 def print_table(
     engines: list[Any], loads: list[Workload], times: dict[tuple[str, str], Times]
 ) -> None:
-    ours = engines[0].name
-    columns = ("engine", "prefill tok/s", "decode tok/s", "new tok/s", "ours is", "same tokens")
-    print("\n{:8s} {:14s} {:>13s} {:>13s} {:>10s} {:>8s} {:>12s}".format("workload", *columns))
+    ours = {e.setting: e for e in engines if isinstance(e, Ours)}
+    columns = ("engine", "prefill tok/s", "decode tok/s", "new tok/s", "of rounds")
+    columns += ("ours is", "same tokens")
+    print(
+        "\n{:8s} {:22s} {:>13s} {:>13s} {:>10s} {:>14s} {:>8s} {:>12s}".format("workload", *columns)
+    )
     for w in loads:
-        mine = times[ours, w.name]
         for e in engines:
-            t = times[e.name, w.name]
+            mine, t = times[ours[e.setting].name, w.name], times[e.name, w.name]
             prefill, decode, new = t.rates(w)
-            factor = f"{median(t.whole) / median(mine.whole):7.2f}x" if e.name != ours else ""
-            same = f"{agreement(mine.tokens, t.tokens):11.1%}" if e.name != ours else ""
+            spread = f"{w.new_tokens / max(t.whole):.0f} to {w.new_tokens / min(t.whole):.0f}"
+            factor = same = ""
+            if e is not ours[e.setting]:
+                factor = f"{median(t.whole) / median(mine.whole):7.2f}x"
+                same = f"{agreement(mine.tokens, t.tokens):11.1%}"
             print(
-                f"{w.name:8s} {e.name:14s} {prefill:13.1f} {decode:13.1f} {new:10.1f} {factor:>8s}"
-                f" {same:>12s}"
+                f"{w.name:8s} {e.name:22s} {prefill:13.1f} {decode:13.1f} {new:10.1f} {spread:>14s}"
+                f" {factor:>8s} {same:>12s}"
             )
     for e in engines:
-        print(
-            f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f}"
-            f" MiB{' (its first process)' if e.name == 'vllm' else ''}"
-        )
+        first = " (its first process)" if e.name.startswith("vllm") else ""
+        print(f"peak memory {e.name}: {e.peak_bytes / 2**20:.0f} MiB{first}")
 
 
-def print_limits(engine: Any, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
+def print_limits(ours: Ours, loads: list[Workload], times: dict[tuple[str, str], Times]) -> None:
     """What binds: weights (and the live KV) streamed once per decode step of one sequence;
     multiply-adds for a batch."""
+    engine = ours.engine
     params = jax.tree.leaves(engine.runner.params)
     stored = sum(p.size * p.dtype.itemsize for p in params)
     config = engine.model_config
@@ -297,7 +307,7 @@ def print_limits(engine: Any, loads: list[Workload], times: dict[tuple[str, str]
     limits = measure()
     print("\nlimits of this machine, measured now:", *limits.lines(), sep="\n  ")
     for w in loads:
-        t = times[Ours.name, w.name]
+        t = times[ours.name, w.name]
         if w.name == "single":
             kv = kv_pools.bytes_per_block(engine.runner.cache_specs, engine.config.axes, 1) * (
                 w.prompt_tokens + w.new_tokens / 2
@@ -334,6 +344,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quantization")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", default="batch,mixed,single")
+    parser.add_argument(
+        "--settings", default="tuned", help="of default, tuned, with commas; see above"
+    )
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument(
@@ -353,6 +366,9 @@ def parse_args() -> argparse.Namespace:
         )
     parser.add_argument("--llama-cpp-gguf", metavar="FILE", help="the same weights as a GGUF file")
     args = parser.parse_args()
+    args.settings = args.settings.split(",")
+    if not args.settings or set(args.settings) - {"default", "tuned"}:
+        parser.error(f"--settings is of default, tuned, got {','.join(args.settings)}")
     if args.llama_cpp_python and not args.llama_cpp_gguf:
         parser.error("--llama-cpp-python needs --llama-cpp-gguf")
     return args
@@ -369,19 +385,19 @@ def main() -> None:
     if jax.default_backend() == "cpu" and "single" in args.workloads.split(","):
         streams = Streams()
         streams.best()  # its programs are compiled before compiles are counted
-    ours = Ours(args)
+    ours = [Ours(args, setting) for setting in args.settings]
     loads = [
         w
-        for w in workloads(ours.engine.model_config.vocab_size)
+        for w in workloads(ours[0].engine.model_config.vocab_size)
         if w.name in args.workloads.split(",")
     ]
-    engines = [ours, *other_engines(args)]
+    engines = [*ours, *other_engines(args)]
     times = measure_engines(engines, loads, args.repeats, streams)
     print_table(engines, loads, times)
-    print(*ours.report(), sep="\n")
-    engine = ours.engine
-    if jax.default_backend() == "cpu":
-        print_limits(engine, loads, times)
+    for e in ours:
+        print(f"\n{e.name}", *e.report(), sep="\n")
+        if jax.default_backend() == "cpu":
+            print_limits(e, loads, times)
     for e in engines:
         e.close()
     print(load_average())

@@ -1,8 +1,13 @@
-"""llama.cpp as a benchmark worker: python llama_cpp_worker.py FILE.gguf DTYPE
+"""llama.cpp as a benchmark worker: python llama_cpp_worker.py FILE.gguf DTYPE SETTING
 
 Through the low-level interface of llama-cpp-python, with all requests in one batch: a prefill of
 all prompts, then a row per request that is still running. The type of the KV cache is that of the
 file's weights, float32 or float16.
+
+default: a KV cache per sequence, as the library has it. It computes only sequences with consecutive
+ids together, so ids go by how long the requests run: those that still do are always 0, 1, 2, ...
+tuned: one KV cache for all, which computes any sequences together, and a prefill in passes of BATCH
+tokens instead of 512.
 """
 
 import ctypes
@@ -17,7 +22,7 @@ BATCH = 4096
 
 
 def main():
-    path, dtype = sys.argv[1:]
+    path, dtype, setting = sys.argv[1:]
     lib.llama_backend_init()
     quiet = lib.llama_log_callback(lambda *_: None)
     lib.llama_log_set(quiet, ctypes.c_void_p())
@@ -26,12 +31,20 @@ def main():
 
     def make_context(sequences, tokens):
         p = lib.llama_context_default_params()
-        p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = sequences * tokens, BATCH, 512, sequences
+        p.n_ctx, p.n_batch, p.n_seq_max = sequences * tokens, BATCH, sequences
+        p.kv_unified = setting == "tuned"
+        p.n_ubatch = BATCH if setting == "tuned" else 512
         p.n_threads = p.n_threads_batch = os.cpu_count()
         p.type_k = p.type_v = lib.GGML_TYPE_F32 if dtype == "float32" else lib.GGML_TYPE_F16
         return lib.llama_init_from_model(model, p)
 
     def generate(prompts, max_tokens):
+        """Longest-running requests first, answers in the caller's order."""
+        order = sorted(range(len(prompts)), key=lambda i: -max_tokens[i])
+        tokens = run([prompts[i] for i in order], [max_tokens[i] for i in order])
+        return [tokens[order.index(i)] for i in range(len(prompts))]
+
+    def run(prompts, max_tokens):
         context = make_context(len(prompts), max(map(len, prompts)) + max(max_tokens) + 8)
         batch = lib.llama_batch_init(BATCH, 0, 1)
 

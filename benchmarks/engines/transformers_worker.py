@@ -1,5 +1,7 @@
 """`transformers` generate as a benchmark worker: python transformers_worker.py
-MODEL_FOLDER DTYPE"""
+MODEL_FOLDER DTYPE SETTING
+
+There is one setting: `generate` has no other that serves these requests."""
 
 import sys
 
@@ -9,7 +11,7 @@ from worker import serve
 
 
 def main():
-    folder, dtype = sys.argv[1:]
+    folder, dtype = sys.argv[1:3]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
 
