@@ -3,8 +3,8 @@
     python benchmarks/beside.py [--model demo] [--dtype bfloat16] [--max-tokens 48]
 
 Eight prompts, each alone, then all of them beside eight more in one batch; sampled (temperature
-0.8, a seed per request) and greedy. Prints how many of the eight have the same tokens, and where the
-others first differ. The draw is the same; logits are rounded differently in batches of another
+0.8, a seed per request) and greedy. Prints how many of the eight have the same tokens, and where
+the others first differ. The draw is the same; logits are rounded differently in batches of another
 shape.
 """
 

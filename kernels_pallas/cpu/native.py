@@ -93,8 +93,9 @@ def _load(name: str) -> Status:
     try:
         library = _build(name)
         with private_files.opened(library) as handle:
-            # by its descriptor where that has a name: what was checked is what is loaded
-            descriptor = Path(f"/proc/self/fd/{handle}")
+            # by a descriptor where that has a name: what was checked is what is loaded. It stays
+            # open, for the loader takes a name that it knows for the library that it knows
+            descriptor = Path(f"/proc/self/fd/{os.dup(handle)}")
             loaded = ctypes.CDLL(str(descriptor if descriptor.exists() else library))
         handler = getattr(loaded, target_name(name))
     except (OSError, RuntimeError, AttributeError) as error:

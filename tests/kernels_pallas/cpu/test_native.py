@@ -30,6 +30,13 @@ def test_compiles_without_warnings(name: str, machine: str, compiler: str):
     assert done.returncode == 0, done.stderr
 
 
+def test_every_library_loads_into_one_process():
+    """Where one does, all do: tests that need one are skipped without it."""
+    assert {name: native.status(name).reason for name in SOURCES} == dict.fromkeys(
+        SOURCES, "compiled for this machine"
+    )
+
+
 def status_in(cache: Path) -> str:
     """What a new process says of the "blocks" library, with this cache folder."""
     code = (
