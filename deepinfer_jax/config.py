@@ -7,6 +7,7 @@ Imports: environ, expert_options, models, scheduler.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from deepinfer_jax.expert_options import ExpertOptions
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.scheduler.config import SchedulerConfig
 from deepinfer_jax.scheduler.roles import EngineType, RolePolicy
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 QUANTISATIONS = (None, "int8", "int4", "fp8")
@@ -37,7 +40,7 @@ class EngineArgs:
     tokenizer: str | None = None
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
-    """Accepted so that scripts port, and without effect: no code of a checkpoint is ever run."""
+    """Accepted so that scripts port; a warning says that no code of a checkpoint is ever run."""
     served_model_name: str = "deepinfer-model"
     """The model's name in metrics and log lines."""
     load_format: str = "auto"
@@ -100,7 +103,8 @@ class EngineArgs:
     on."""
     moe_dispatch: str = "auto"
     zero_overhead_scheduling: bool | None = None
-    """Dispatch a step before the tokens of the one before are read; by default as the role says."""
+    """Dispatch a step before the tokens of the one before are read; None:
+    DEEPINFER_ZERO_OVERHEAD_SCHEDULING, else as the role says."""
     num_decode_steps: int = 1
     """Decode steps per dispatch."""
     max_logprobs: int = 20
@@ -152,11 +156,6 @@ class EngineArgs:
         self.engine_type = parse_engine_type(self.engine_type)
         if self.tokenizer is None:
             self.tokenizer = self.model
-        environ.apply_role_defaults(self.engine_type.policy)
-        if (
-            self.zero_overhead_scheduling is None
-        ):  # read now: a later engine of this process may have another role
-            self.zero_overhead_scheduling = bool(environ.get("ZERO_OVERHEAD_SCHEDULING"))
 
 
 def parse_engine_type(value: EngineType | str | int) -> EngineType:
@@ -186,6 +185,13 @@ class EngineConfig:
     max_num_seqs: int
     block_size: int
     zos: bool
+    warm_up: bool
+    num_state_slots: int
+    """Rows of each per-sequence cache: for every sequence that may be alive, and the null row 0."""
+    force_top_k: int
+    """Every request draws from this many tokens at most; 0: off."""
+    banned_token_ids: tuple[int, ...]
+    """Never sampled."""
     num_speculative_tokens: int
     prefill_buckets: tuple[int, ...]
     decode_buckets: tuple[int, ...]
@@ -217,6 +223,9 @@ class EngineConfig:
     def resolve(cls, args: EngineArgs, model_config: Any) -> EngineConfig:
         """Check `args` against the model and the role; raises ValueError with the value and the
         limit."""
+        environ.check()
+        if args.trust_remote_code:
+            logger.warning("trust_remote_code=True has no effect: no code of a checkpoint is run")
         role = parse_engine_type(args.engine_type)
         policy = role.policy
         axes = _axes(args)
@@ -286,7 +295,12 @@ class EngineConfig:
             max_num_batched_tokens=batched,
             max_num_seqs=args.max_num_seqs,
             block_size=args.block_size,
-            zos=bool(args.zero_overhead_scheduling),
+            zos=zero_overhead_scheduling(args, policy),
+            warm_up=args.warm_up and not environ.get("ENFORCE_EAGER", bool),
+            num_state_slots=int(args.max_num_seqs * environ.get("NUM_STATE_SLOTS_RATIO", float))
+            + 2,
+            force_top_k=environ.get("SAMPLER_FORCE_TOPK", int),
+            banned_token_ids=_banned_token_ids(model_config.vocab_size),
             num_speculative_tokens=num_speculative_tokens,
             prefill_buckets=(
                 _buckets("prefill_buckets", args.prefill_buckets, 16, batched)
@@ -334,7 +348,7 @@ class EngineConfig:
             prefill_any_attempt_interval=_or_environment(
                 a.prefill_any_attempt_interval, "PREFILL_ANY_ATTEMPT_INTERVAL"
             ),
-            prefill_max_sum_seqlen_k=environ.get("PREFILL_MAX_SUM_SEQLEN_K"),
+            prefill_max_sum_seqlen_k=environ.get("PREFILL_MAX_SUM_SEQLEN_K", int),
             **a.scheduler_options,
         )
 
@@ -348,7 +362,26 @@ def _axes(args: EngineArgs) -> ParallelAxes:
 
 
 def _or_environment(value: int | None, name: str) -> int:
-    return environ.get(name) if value is None else value
+    return environ.get(name, int) if value is None else value
+
+
+def zero_overhead_scheduling(args: EngineArgs, policy: RolePolicy) -> bool:
+    """What is given, else what the operator has set, else the role's default."""
+    if args.zero_overhead_scheduling is not None:
+        return args.zero_overhead_scheduling
+    given = environ.given("ZERO_OVERHEAD_SCHEDULING", bool)
+    return policy.default_zero_overhead_scheduling if given is None else given
+
+
+def _banned_token_ids(vocab_size: int) -> tuple[int, ...]:
+    ids = environ.get("DECODE_TOKEN_BLACKLIST", tuple)
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{environ.PREFIX}DECODE_TOKEN_BLACKLIST: token id {outside[0]} is outside the"
+            f" vocabulary [0, {vocab_size})"
+        )
+    return ids
 
 
 def _dtype(name: str, value: str) -> Any:

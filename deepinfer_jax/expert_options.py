@@ -91,17 +91,17 @@ class ExpertOptions:
             )
         if not has_experts or (ranks == 1 and placement_file is None):
             return cls()
-        given = environ.get_int("EXPERT_REARRANGEMENT_STEP_INTERVAL")
+        given = environ.get("EXPERT_REARRANGEMENT_STEP_INTERVAL", int)
         period = given if interval is None else interval
-        prefill = policy.eplb_counts_prefill_steps or environ.get_bool(
-            "REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE"
+        prefill = policy.eplb_counts_prefill_steps or environ.get(
+            "REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", bool
         )
         period = policy.expert_rearrangement_interval if period == ROLE_PERIOD else period
-        stat_interval = environ.get_int("MOE_LB_STAT_INTERVAL")
+        stat_interval = environ.get("MOE_LB_STAT_INTERVAL", int)
         if not (period or stat_interval or placement_file):
             return cls()
         return cls(
-            window=environ.get_int("EXPERT_COUNT_WINDOW_SIZE"),
+            window=environ.get("EXPERT_COUNT_WINDOW_SIZE", int),
             interval=period,
             counts_prefill=prefill,
             between_decodes=policy.does_decode,
@@ -109,5 +109,5 @@ class ExpertOptions:
             nodes=nodes,
             placement_file=placement_file,
             stat_interval=stat_interval,
-            show_detail=environ.get_bool("SHOW_EPLB_DETAIL"),
+            show_detail=environ.get("SHOW_EPLB_DETAIL", bool),
         )

@@ -113,7 +113,7 @@ class LLM:
             return
         if model is None:
             raise ValueError("give a model, or the router of a deployment")
-        if not environ.is_set("PREFILL_ATTEMPT_INTERVAL"):
+        if environ.given("PREFILL_ATTEMPT_INTERVAL", int) is None:
             engine_args.setdefault("prefill_attempt_interval", OFFLINE_PREFILL_INTERVAL)
         fields = dict(
             model=str(model),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import ROLE_FIELDS
 from deepinfer_jax.disagg.protocol import HandoffConfig
@@ -126,7 +127,7 @@ def role_main(role: EngineType, description: str | None, argv: Sequence[str] | N
 
 
 def set_up_logging() -> None:
-    level = os.environ.get("DEEPINFER_LOG_LEVEL", "WARNING").upper()
+    level = environ.get("LOG_LEVEL", str)
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -15,9 +15,8 @@ from deepinfer_jax.scheduler.roles import EngineType
 from deepinfer_jax.scheduler.routing.router import RouterConfig
 
 ROLE_FIELDS = {
-    EngineType.PROMPT: {"zero_overhead_scheduling": False},
+    EngineType.PROMPT: {},
     EngineType.COMPLETION: {
-        "zero_overhead_scheduling": True,
         "stop_preempted_request": True,
         "chunked_prefill": False,
         "enable_prefix_caching": False,

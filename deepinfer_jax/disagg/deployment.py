@@ -105,7 +105,8 @@ class DisaggregatedEngine(Coordinator):
         self.completion_engines: list[CompletionEngine] = [
             make(CompletionEngine, EngineType.COMPLETION, i) for i in range(c.completion_engines)
         ]
-        warm = all(a.warm_up for a in args.values())
+        engines = (*self.prompt_engines, *self.completion_engines)
+        warm = all(e.config.warm_up for e in engines)
         handoff = c.handoff or HandoffConfig(timeout=HandoffConfig.timeout * (1 if warm else 10))
         for i, engine in enumerate(self.prompt_engines):
             engine.start_hand_over(f"PROMPT_{i}", self, handoff)

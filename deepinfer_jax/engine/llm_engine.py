@@ -99,8 +99,9 @@ class LLMEngine:
                 self.init_pd_split()
             self._open_prefix_store()
             self.experts = make_balancer(self.runner, self.dp_group)
-            self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if args.warm_up else 0.0
-        if args.warm_up:
+            warm_up = self.config.warm_up
+            self.warm_up_seconds = self.runner.warm_up(warm_up_progress) if warm_up else 0.0
+        if warm_up:
             logger.info("%s: kernels chosen:\n%s", self.name, kernels_pallas.explain())
         if self.experts is not None:
             self.experts.start()
@@ -387,7 +388,7 @@ class LLMEngine:
     def _fill_row(self, seq: Sequence, view: dict[str, np.ndarray], row: int) -> None:
         c = self.live.of(seq)
         try:
-            fill_sampling_row(c, view, row, seq.eos_token_ids)
+            fill_sampling_row(c, view, row, seq.eos_token_ids, self.config.force_top_k)
         except Exception as error:
             neutral_row(view, row)
             self.results.fail(c, error)

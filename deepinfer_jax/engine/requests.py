@@ -187,10 +187,14 @@ def split_seed(seed: int) -> np.ndarray:
 
 
 def fill_sampling_row(
-    c: Completion, view: dict[str, np.ndarray], row: int, eos_ids: Seq[int]
+    c: Completion,
+    view: dict[str, np.ndarray],
+    row: int,
+    eos_ids: Seq[int],
+    force_top_k: int = 0,
 ) -> None:
     """Writes one completion's sampling parameters into row `row` of the admit fields (see
-    `state.admit_layout`)."""
+    `decode_state.admit_layout`). force_top_k: the most tokens it may draw from, 0: as it says."""
     p = c.params
     for name in (
         "top_p",
@@ -201,6 +205,8 @@ def fill_sampling_row(
         "frequency_penalty",
     ):
         view[name][row] = getattr(p, name)
+    if force_top_k:
+        view["top_k"][row] = min(p.top_k, force_top_k) if p.top_k > 0 else force_top_k
     view["temperature"][row] = 0.0 if p.greedy else p.temperature
     view["seed"][row] = split_seed(c.seed)
     view["prompt_len"][row] = c.seq.prompt_len

@@ -59,7 +59,7 @@ def _moe_options(args: EngineArgs) -> MoeOptions:
     dispatch = "padded" if args.moe_dispatch == "auto" else args.moe_dispatch
     extra = args.num_redundant_experts
     if extra is None:
-        extra = environ.get_int("OVERRIDE_NUM_EXTRA_EXPERTS")
+        extra = environ.get("OVERRIDE_NUM_EXTRA_EXPERTS", int)
     options = MoeOptions(dispatch=dispatch, extra_experts=extra)
     options.check_backend()
     return options
@@ -75,7 +75,7 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        if given := environ.get("JIT_CACHE_DIR"):
+        if given := environ.get("JIT_CACHE_DIR", str):
             folder = Path(given)
             folder.mkdir(parents=True, exist_ok=True)
         else:

@@ -168,8 +168,8 @@ class StepPrograms:
 
     @property
     def num_state_slots(self) -> int:
-        """Rows of each StateCache: one per sequence that may be alive, plus the null row 0."""
-        return int(self.config.max_num_seqs * 1.2) + 2
+        """Rows of each StateCache."""
+        return self.config.num_state_slots
 
     def prefill_seqs(self, tokens: int) -> int:
         """Most sequences a prefill bucket of `tokens` rows can hold."""
@@ -285,13 +285,22 @@ class StepPrograms:
             slot = jax.lax.dynamic_slice_in_dim(slots, at, tile)
             positions = batch.kv_lens[seq]
             logits = model.compute_logits(hidden[batch.q_starts[seq + 1] - 1])
-            result = sampler.sample(
-                logits, state.rows(slot), positions, max_logprobs=self.config.args.max_logprobs
-            )
+            result = self._sample(logits, state.rows(slot), positions)
             state = state.append(slot, result.tokens, positions + 1)
             return state, jax.lax.dynamic_update_slice_in_dim(results, pack_result(result), at, 0)
 
         return jax.lax.fori_loop(0, (count + tile - 1) // tile, one_tile, (state, results))
+
+    def _sample(
+        self, logits: jax.Array, rows: sampler.SamplingState, positions: jax.Array
+    ) -> sampler.SampleResult:
+        return sampler.sample(
+            logits,
+            rows,
+            positions,
+            max_logprobs=self.config.args.max_logprobs,
+            banned=self.config.banned_token_ids,
+        )
 
     def _prompt_logprobs(self, model, hidden, inputs) -> jax.Array:
         """i32 [T, 3 + 2N] in the layout of `pack_result`, for the first num_prompt_logprobs rows
@@ -351,9 +360,7 @@ class StepPrograms:
         tops = self.config.args.max_logprobs
 
         def sample(logits, slots, positions):
-            return pack_result(
-                sampler.sample(logits, state.rows(slots), positions, max_logprobs=tops)
-            )
+            return pack_result(self._sample(logits, state.rows(slots), positions))
 
         if tile == count:
             return sample(logits, slots, positions)

@@ -176,15 +176,22 @@ def _drop_pairs(table: jax.Array, rows: jax.Array, cols: jax.Array) -> tuple[jax
 
 
 def sample(
-    logits: jax.Array, state: SamplingState, positions: jax.Array, *, max_logprobs: int
+    logits: jax.Array,
+    state: SamplingState,
+    positions: jax.Array,
+    *,
+    max_logprobs: int,
+    banned: tuple[int, ...] = (),
 ) -> SampleResult:
     """Chooses one token per row.
 
     logits f32 [R, V]; state: R rows (see `gather_rows`); positions i32 [R]: the position in its
     sequence of the token to be chosen (the number of tokens before it); max_logprobs: static width
-    N of the top log-probabilities.
+    N of the top log-probabilities; banned: static ids that are never chosen.
     """
-    logits = logits.astype(jnp.float32)
+    raw = logits = logits.astype(jnp.float32)
+    if banned:
+        logits = logits.at[:, jnp.array(banned)].set(-jnp.inf)
     # The plain greedy token is computed outside the cond: XLA:CPU runs the inside of a cond on one
     # thread.
     tokens = lax.cond(
@@ -193,7 +200,7 @@ def sample(
         lambda greedy: greedy,
         _greedy(logits),
     )
-    return SampleResult(tokens, *_logprobs(logits, tokens, state.num_logprobs, max_logprobs))
+    return SampleResult(tokens, *_logprobs(raw, tokens, state.num_logprobs, max_logprobs))
 
 
 def _greedy(logits: jax.Array) -> jax.Array:

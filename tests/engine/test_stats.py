@@ -9,7 +9,6 @@ import pytest
 from engine_cases import GREEDY, Golden, small_llm
 from prometheus_client.parser import text_string_to_metric_families
 
-from deepinfer_jax import environ
 from deepinfer_jax.engine.stats.histogram import Histogram
 from deepinfer_jax.engine.stats.metrics import share
 
@@ -152,26 +151,21 @@ def test_padding_is_reported_per_program(llm):
 )
 def test_log_line_every_so_many_steps(monkeypatch, caplog, text, disabled, role, lines):
     monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", text)
-    environ.rearm("LOGGING_INTERVAL_STEP")
-    try:
-        with (
-            small_llm(disable_log_stats=disabled, engine_type=role) as llm,
-            caplog.at_level(logging.INFO, logger="deepinfer_jax.engine.stats.metrics"),
-        ):
-            if role == "PROMPT":
-                for _ in range(3):  # a prefill step each
-                    generate(llm, [1])
-            else:
-                generate(llm, [20])
-            assert llm.stats()["steps"] == {"NORMAL": 20, "PROMPT": 3}[role]
-        found = [
-            r.getMessage() for r in caplog.records if r.name == "deepinfer_jax.engine.stats.metrics"
-        ]
-        assert len(found) == lines
-        assert all("tok/s" in m and "waiting" in m and "cache" in m for m in found)
-    finally:
-        monkeypatch.undo()
-        environ.rearm("LOGGING_INTERVAL_STEP")
+    with (
+        small_llm(disable_log_stats=disabled, engine_type=role) as llm,
+        caplog.at_level(logging.INFO, logger="deepinfer_jax.engine.stats.metrics"),
+    ):
+        if role == "PROMPT":
+            for _ in range(3):  # a prefill step each
+                generate(llm, [1])
+        else:
+            generate(llm, [20])
+        assert llm.stats()["steps"] == {"NORMAL": 20, "PROMPT": 3}[role]
+    found = [
+        r.getMessage() for r in caplog.records if r.name == "deepinfer_jax.engine.stats.metrics"
+    ]
+    assert len(found) == lines
+    assert all("tok/s" in m and "waiting" in m and "cache" in m for m in found)
 
 
 def test_llm_is_silent_by_default_and_an_engine_is_not(llm):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_cases import GREEDY, SMALL, Golden
 
-from deepinfer_jax import SamplingParams, environ
+from deepinfer_jax import SamplingParams
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.engine.llm_engine import LLMEngine
 
@@ -91,12 +91,10 @@ def test_every_decoded_token_counts_once_per_layer_and_choice(steps):
 
 def test_prefill_tokens_count_where_the_role_or_the_environment_says(monkeypatch):
     monkeypatch.setenv("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", "1")
-    environ.rearm("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE")
     prompts = Golden("deepseek_v3").prompts
     one = SamplingParams(temperature=0.0, max_tokens=1)
     normal = engine_of(expert_rearrangement_interval=10**9)
     monkeypatch.delenv("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE")
-    environ.rearm("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE")
     prompt = engine_of(
         expert_rearrangement_interval=10**9, engine_type="PROMPT", chunked_prefill=True
     )

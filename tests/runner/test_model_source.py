@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from deepinfer_jax import environ
 from deepinfer_jax.models.gguf_cache import cached_folder
 from deepinfer_jax.runner.model_source import use_compilation_cache
 
@@ -22,7 +21,6 @@ LLAMA = Path(__file__).parents[1] / "golden" / "llama"
 def no_cache_yet(monkeypatch):
     for name in ("DEEPINFER_CACHE_DIR", "DEEPINFER_JIT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    environ.rearm("JIT_CACHE_DIR")
     before = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
@@ -31,7 +29,6 @@ def no_cache_yet(monkeypatch):
     yield monkeypatch
     jax.config.update("jax_compilation_cache_dir", before[0])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
-    environ.rearm("JIT_CACHE_DIR")
 
 
 def test_programs_are_kept_in_the_cache_folder(no_cache_yet, tmp_path):

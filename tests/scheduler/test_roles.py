@@ -1,11 +1,9 @@
 """The role table, one test per row."""
 
 import json
-import os
 
 import pytest
 
-from deepinfer_jax import environ
 from deepinfer_jax.scheduler import ROLE_POLICIES, EngineType, Scheduler, SchedulerConfig, Sequence
 
 ROLES = (EngineType.NORMAL, EngineType.PROMPT, EngineType.COMPLETION)
@@ -147,71 +145,3 @@ def test_only_normal_reserves_output_storage_when_queued():
         seq = Sequence("a", [1, 2, 3], max_tokens=20)
         Scheduler(config(role=role)).add_request(seq)
         assert (seq._buffer.size >= 23) is reserved
-
-
-# ---- environment
-
-
-@pytest.fixture
-def clean_environment(monkeypatch):
-    for name in environ.VARIABLES:
-        monkeypatch.delenv(environ.PREFIX + name, raising=False)
-    environ.rearm(*environ.VARIABLES)
-    yield monkeypatch
-    # apply_role_defaults writes variables that monkeypatch does not know about
-    for name in environ.VARIABLES:
-        os.environ.pop(environ.PREFIX + name, None)
-    environ.rearm(*environ.VARIABLES)
-
-
-@pytest.mark.parametrize(
-    ("role", "zos", "pool"),
-    [(ROLES[0], True, True), (ROLES[1], False, True), (ROLES[2], True, False)],
-)
-def test_role_defaults_are_written_if_unset(clean_environment, role, zos, pool):
-    environ.apply_role_defaults(role.policy)
-    assert (
-        environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is zos
-        and environ.get_bool("USE_MULTIMODAL_POOL") is pool
-    )
-    assert os.environ["DEEPINFER_ZERO_OVERHEAD_SCHEDULING"] == str(int(zos))
-
-
-def test_operators_value_wins_over_the_role_default(clean_environment):
-    clean_environment.setenv("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1")
-    environ.apply_role_defaults(EngineType.PROMPT.policy)
-    assert environ.get_bool("ZERO_OVERHEAD_SCHEDULING") is True
-
-
-def test_snapshot_is_reread_only_when_rearmed(clean_environment):
-    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 70
-    clean_environment.setenv("DEEPINFER_PREFILL_ATTEMPT_INTERVAL", "5")
-    clean_environment.setenv("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", "6")
-    assert environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 70
-    environ.rearm("PREFILL_ATTEMPT_INTERVAL")
-    assert (
-        environ.get_int("PREFILL_ATTEMPT_INTERVAL") == 5
-        and environ.get_int("PREFILL_ANY_ATTEMPT_INTERVAL") == 6
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("yes", True)],
-)
-def test_booleans(clean_environment, text, value):
-    clean_environment.setenv("DEEPINFER_ENFORCE_EAGER", text)
-    environ.rearm("ENFORCE_EAGER")
-    assert environ.get_bool("ENFORCE_EAGER") is value
-
-
-def test_token_ranges_and_malformed_values(clean_environment):
-    clean_environment.setenv("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,7")
-    clean_environment.setenv("DEEPINFER_GC_INTERVAL_STEP", "often")
-    assert environ.get("DECODE_TOKEN_BLACKLIST") == (0, 1, 2, 3, 7)
-    with pytest.raises(ValueError, match="DEEPINFER_GC_INTERVAL_STEP='often'"):
-        environ.get("GC_INTERVAL_STEP")
-    with pytest.raises(KeyError):
-        environ.get("NO_SUCH_THING")
-    with pytest.raises(KeyError):
-        environ.rearm("NO_SUCH_THING")

@@ -105,7 +105,7 @@ class EngineStats:
             (len(engine.schedulers), engine.config.max_num_seqs)
         )  # when each slot got its newest token
         self._compiles = compile_watch().unexpected
-        steps = environ.get_int("LOGGING_INTERVAL_STEP")
+        steps = environ.get("LOGGING_INTERVAL_STEP", int)
         self._log_every = (
             0
             if engine.args.disable_log_stats or steps <= 0
