@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("deepinfer_jax", "scheduler", "models", "kernels_pallas", "launch")
 WAITING = {
     "builds_multimodal_processor",
+    "default_multimodal_pool",
     "fuses_norm_rope_unless_batch_invariant",
     "loads_all_draft_parameters",
 }
