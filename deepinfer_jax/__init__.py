@@ -3,7 +3,7 @@
 Names are imported when first used: `import deepinfer_jax.scheduler` on a machine that only
 schedules loads no JAX.
 
-Imports: llm, engine, config, outputs, sampling_params, scheduler.
+Imports: llm, llm_engine, engine, config, outputs, sampling_params, scheduler.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepinfer_jax.config import EngineArgs
-    from deepinfer_jax.engine.llm_engine import LLMEngine
     from deepinfer_jax.llm import LLM
+    from deepinfer_jax.llm_engine import LLMEngine
     from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
     from deepinfer_jax.scheduler.roles import EngineType
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "llm",
-    "LLMEngine": "engine.llm_engine",
+    "LLMEngine": "llm_engine",
     "EngineArgs": "config",
     "EngineType": "scheduler.roles",
     "SamplingParams": "sampling_params",

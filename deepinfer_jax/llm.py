@@ -1,6 +1,7 @@
 """LLM: batch generation, streaming and chat over an engine.
 
-Imports: disagg, rpc, snapshot, engine, text, config, environ, outputs, sampling_params, calls.
+Imports: llm_engine, disagg, rpc, snapshot, engine, text, config, environ, outputs,
+sampling_params, calls.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import DisaggregationConfig
 from deepinfer_jax.disagg.deployment import DisaggregatedEngine
 from deepinfer_jax.engine.admission import PromptInput
-from deepinfer_jax.engine.llm_engine import LLMEngine
+from deepinfer_jax.llm_engine import LLMEngine
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.rpc.client import RemoteEngine
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.snapshot.job import SnapshotJob
 from deepinfer_jax.snapshot.job import snapshot_on_sigterm as arrange_snapshot_on_sigterm
-from deepinfer_jax.snapshot.job import take as take_snapshot
-from deepinfer_jax.snapshot.restore import restore as restore_snapshot
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -329,17 +328,13 @@ class LLM:
         with a router: its engines are other processes, which have snapshots of their own.
         """
         match self.engine:
-            case LLMEngine():
-                return take_snapshot(self.engine, path)
-            case DisaggregatedEngine():
+            case LLMEngine() | DisaggregatedEngine():
                 return self.engine.snapshot(path)
         raise ValueError(f"snapshot {path}: {_NO_SNAPSHOTS}")
 
     def _restore(self, path: str | Path) -> list[str]:
         match self.engine:
-            case LLMEngine():
-                return restore_snapshot(self.engine, path)
-            case DisaggregatedEngine():
+            case LLMEngine() | DisaggregatedEngine():
                 return self.engine.restore(path)
         raise ValueError(f"restore {path}: {_NO_SNAPSHOTS}")
 

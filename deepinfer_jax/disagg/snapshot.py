@@ -28,6 +28,7 @@ from deepinfer_jax.outputs import RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.snapshot import files, job, records
 from deepinfer_jax.snapshot import restore as snapshot_restore
+from deepinfer_jax.snapshot.check import check
 from deepinfer_jax.snapshot.records import (
     Base,
     CompletionRecord,
@@ -196,8 +197,9 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
         raise ValueError("a snapshot covers one process")
     loaded = files.load(folder, step)
     requests = loaded.record.requests
-    identity = pd.completion_engines[0].kv_identity()
-    loaded.record.check_identity(identity, f"snapshot {folder}")
+    engine = pd.completion_engines[0]
+    loaded.record.check_identity(engine.kv_identity(), f"snapshot {folder}")
+    check(loaded, engine.model_config.vocab_size)
     with pd._lock:
         taken = [r.request_id for r in requests if pd.is_active(r.request_id)]
         if taken:

@@ -11,6 +11,7 @@ import numpy as np
 
 from deepinfer_jax.engine.requests import Completion
 from deepinfer_jax.outputs import Logprob, LogprobDict, RequestMetrics
+from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.text.detokenizer import IncrementalDetokenizer
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -78,6 +79,35 @@ class RequestState(msgspec.Struct, kw_only=True):
     def from_dict(cls, values: Mapping[str, Any]) -> RequestState:
         """Raises msgspec.ValidationError naming the field that is missing or of another type."""
         return msgspec.convert(values, cls)
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError, naming the request and what is wrong, unless every id and count can be
+        used as it is: what another process or a file says is not believed."""
+        name, tokens = f"request {self.request_id!r}", len(self.output_token_ids)
+        if not self.prompt_token_ids:
+            raise ValueError(f"{name}: its prompt is empty")
+        for kind, ids in (("prompt", self.prompt_token_ids), ("output", self.output_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                raise ValueError(
+                    f"{name}: {kind} token id {bad} is outside the vocabulary [0, {vocab_size})"
+                )
+        limits = {
+            "seed": (self.seed, 2**64 - 1),
+            "consumed": (self.consumed, tokens),
+            "reported": (self.reported, tokens),
+            "hit_tokens": (self.hit_tokens, len(self.prompt_token_ids) + tokens),
+            "num_preemptions": (self.num_preemptions, 2**31 - 1),
+            "logprobs": (len(self.logprobs or ()), tokens),
+            "prompt_logprobs": (len(self.prompt_logprobs or ()), len(self.prompt_token_ids)),
+        }
+        for field, (value, most) in limits.items():
+            if not 0 <= value <= most:
+                raise ValueError(f"{name}: {field} must lie in [0, {most}], got {value}")
+        try:
+            SamplingParams.from_dict(self.params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def load_into(self, c: Completion, tokenizer: Tokenizer | None) -> None:
         """Goes on where `of` was taken; the sequence of `c` has its tokens already."""

@@ -19,6 +19,7 @@ from deepinfer_jax.engine.requests import Completion
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.snapshot import files, records
+from deepinfer_jax.snapshot.check import check
 from deepinfer_jax.snapshot.records import PageRecord, Place, SnapshotRecord
 
 
@@ -44,7 +45,9 @@ def restore(engine: LLMEngine, folder: str | Path, step: int | None = None) -> l
 
 
 def put(engine: LLMEngine, loaded: files.Snapshot) -> list[str]:
-    """`restore` from memory, under the engine's lock."""
+    """`restore` from memory, under the engine's lock. Raises SnapshotError where the records do not
+    hold together."""
+    check(loaded, engine.model_config.vocab_size)
     engine.drain()  # forgets what has been aborted
     record = loaded.record
     taken = [r.request_id for r in record.requests if r.request_id in engine.live]
