@@ -180,8 +180,9 @@ def bandwidth(rounds: int, real_time: bool = False) -> list[dict[str, Any]]:
 class Late(PromptEngine):
     """Moves nothing before the whole prompt is computed and its token sampled."""
 
-    def ready_pages(self, key: str) -> int:
-        return super().ready_pages(key) if self.sender.outgoing[key].state is not None else 0
+    def ready_pages(self, attempt: AttemptId) -> int:
+        computed = self.sender.outgoing[attempt].state is not None
+        return super().ready_pages(attempt) if computed else 0
 
 
 def overlap(model: str, rounds: int) -> dict[str, float]:
@@ -206,17 +207,18 @@ def overlap(model: str, rounds: int) -> dict[str, float]:
     engine = DisaggregatedEngine(fields, DisaggregationConfig())
     source, tokens = engine.prompt_engines[0], {}
     exposed: dict[str, list[float]] = {"early": [], "late": []}
-    prefilled, handed_over = engine.prefilled, engine.handed_over
+    placement = engine.coordinator
+    prefilled, handed_over = placement.prefilled, placement.handed_over
 
-    def note_token(key: str) -> None:
+    def note_token(key: AttemptId) -> None:
         tokens[key] = time.perf_counter()
         prefilled(key)
 
-    def note_ack(key: str, target: str) -> None:
+    def note_ack(key: AttemptId, target: str) -> None:
         tokens[key] = time.perf_counter() - tokens[key]
         handed_over(key, target)
 
-    engine.prefilled, engine.handed_over = note_token, note_ack
+    placement.prefilled, placement.handed_over = note_token, note_ack
     prompt = np.random.default_rng(0).integers(10, 400, 400).tolist()
     try:
         for i in range(rounds + 1):

@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 import numpy as np  # noqa: E402
 
 from deepinfer_jax.rpc import messages as wire  # noqa: E402
-from deepinfer_jax.rpc.hub import Hub, HubConfig  # noqa: E402
+from deepinfer_jax.rpc.channel import HubConfig  # noqa: E402
+from deepinfer_jax.rpc.hub import Hub  # noqa: E402
 from deepinfer_jax.rpc.security import Security  # noqa: E402
 
 SIZES_MB = (1, 16, 64)

@@ -12,66 +12,25 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import ROLE_FIELDS
+from deepinfer_jax.disagg.layout import Layout
 from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.flags import add_dataclass_flags, add_model_flag, dataclass_values
-from deepinfer_jax.rpc.client import as_endpoint
-from deepinfer_jax.rpc.hub import HubConfig
-from deepinfer_jax.rpc.security import Security, is_loopback
+from deepinfer_jax.launch.args import LaunchArgs
+from deepinfer_jax.launch.processes import Job
+from deepinfer_jax.rpc.channel import HubConfig
+from deepinfer_jax.rpc.endpoint import as_endpoint, host_of, is_loopback
+from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.scheduler.roles import EngineType
 
-
-@dataclasses.dataclass
-class LaunchArgs:
-    """Flags of every engine process."""
-
-    router: str = "127.0.0.1:9510"
-    """The router's address, host:port."""
-    name: str | None = None
-    """Unique among the living engines; a restarted process should keep it. By default role, host
-    and process number."""
-    data: str = "127.0.0.1:0"
-    """COMPLETION: where hand-overs are taken, host:port (port 0: any free one). PROMPT, --transport
-    device: the host for pulls."""
-    advertise: str | None = None
-    """COMPLETION: the host by which prompt engines reach this process, where it is not the one in
-    --data."""
-    transport: str = "host"
-    """How KV travels between engines: host (through host memory, encrypted with the secret) or
-    device (jax.experimental.transfer, unencrypted; where one side has it not, or
-    tensor_parallel_size differs, host is used)."""
-    secret_file: str | None = None
-    """File with the deployment's shared secret; needed as soon as anything listens on more than
-    loopback."""
-    deadline: float = 10.0
-    """Seconds without progress after which a hand-over, a vote or a connection has failed."""
-    heartbeat: float = 0.5
-    """Seconds between signs of life."""
-    peer_timeout: float = 5.0
-    """Seconds of silence after which a peer is lost."""
-    drain_timeout: float = 60.0
-    """Seconds that requests get to finish after SIGTERM."""
-    snapshot_on_sigterm: str | None = None
-    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends,
-    instead of waiting for them."""
-    reserve_fraction: float = 1.0
-    """COMPLETION: share of max_tokens that must be free before a request is taken."""
-    coordinator: str | None = None
-    """host:port of process 0, for one job of several processes."""
-    num_processes: int | None = None
-    """Processes of this job."""
-    process_id: int | None = None
-    """Which of them this is, from 0."""
-    local_devices: tuple[int, ...] = ()
-    """Devices of this host that this process drives; by default all (one process per GPU: give its
-    index)."""
-    cpu_devices: int | None = None
-    """On CPU: pretend to have this many devices."""
-
+if TYPE_CHECKING:  # JAX must not start before the job is joined
+    from deepinfer_jax.disagg.engines import ServedEngine
 
 MAY_DIFFER = (
     *(
@@ -172,7 +131,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         if job.group is not None:
             _leave_job(error)
         raise
-    layout = engine_layout(engine)
+    layout = engine.layout()
     print_banner(config.name, engine, layout, job)
     return EngineServer(engine, config, layout, job.group).run()
 
@@ -188,26 +147,26 @@ def _leave_job(error: Exception) -> NoReturn:
 
 
 def _advertised(launch: LaunchArgs) -> str | None:
-    host = as_endpoint(launch.data).removeprefix("tcp://").rpartition(":")[0]
-    if launch.advertise is None and host in ("0.0.0.0", "*", "[::]"):
+    host = host_of(as_endpoint(launch.data))
+    if launch.advertise is None and host in ("0.0.0.0", "*", "::"):
         return socket.gethostname()
     if launch.advertise is None and not is_loopback(host):
         return None
     return launch.advertise
 
 
-def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
+def build_engine(role: EngineType, values: dict[str, Any], job: Job) -> ServedEngine:
     from deepinfer_jax.config import EngineConfig
-    from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
+    from deepinfer_jax.disagg.completion_engine import CompletionEngine
+    from deepinfer_jax.disagg.engines import ServedEngine
+    from deepinfer_jax.disagg.prompt_engine import PromptEngine
     from deepinfer_jax.engine.kv_identity import model_fingerprint
-    from deepinfer_jax.engine.llm_engine import LLMEngine
     from deepinfer_jax.models.resolve import resolve_model_path
     from deepinfer_jax.runner.mesh import RankPlacement, make_mesh
     from deepinfer_jax.runner.model_source import ModelSource
 
-    cls = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}.get(
-        role, LLMEngine
-    )
+    roles = {EngineType.PROMPT: PromptEngine, EngineType.COMPLETION: CompletionEngine}
+    cls = roles.get(role, ServedEngine)
     args = EngineArgs(**values)
     if job.group is None:
         return cls(args)
@@ -222,30 +181,10 @@ def build_engine(role: EngineType, values: dict[str, Any], job: Any) -> Any:
     return engine
 
 
-def engine_layout(engine: Any) -> dict[str, Any]:
-    """handoff.make_layout, for a NORMAL engine too (it has no blocks to hand over)."""
-    from deepinfer_jax.disagg.protocol import PROTOCOL
-
-    if engine.policy.splits_prefill_decode:
-        return engine.layout()
-    c = engine.config
-    return {
-        "protocol": PROTOCOL,
-        "role": int(c.role),
-        "roles": {r.name: int(r) for r in EngineType},
-        "model": engine.fingerprint,
-        "block_size": c.block_size,
-        "caches": {
-            s.name: {"dtype": str(s.dtype), "layers": s.layers} for s in engine.runner.cache_specs
-        },
-        "max_model_len": c.max_model_len,
-    }
-
-
-def print_banner(name: str, engine: Any, layout: dict[str, Any], job: Any) -> None:
+def print_banner(name: str, engine: ServedEngine, layout: Layout, job: Job) -> None:
     """Role, mesh, model fingerprint and cache layout, one line each."""
     axes, mesh = engine.config.axes, engine.mesh
-    caches = {n: " ".join(f"{k}={v}" for k, v in c.items()) for n, c in layout["caches"].items()}
+    caches = {n: msgspec.to_builtins(c) for n, c in layout.caches.items()}
     lines = [
         (
             f"role {engine.config.role.name} ({int(engine.config.role)}), process {job.process} of"
@@ -257,14 +196,14 @@ def print_banner(name: str, engine: Any, layout: dict[str, Any], job: Any) -> No
             f" {list(engine.runner.placement.local_ranks)}"
         ),
         (
-            f"model {Path(str(engine.args.model)).name}, fingerprint {layout['model']}, dtype"
+            f"model {Path(str(engine.args.model)).name}, fingerprint {layout.model}, dtype"
             f" {json.dumps(str(engine.config.dtype.__name__))}"
         ),
         (
-            f"cache {engine.runner.num_blocks} blocks of {layout['block_size']} per rank,"
-            f" max_model_len {layout['max_model_len']}"
+            f"cache {engine.runner.num_blocks} blocks of {layout.block_size} per rank,"
+            f" max_model_len {layout.max_model_len}"
         ),
-        *(f"cache {n}: {text}" for n, text in caches.items()),
+        *(f"cache {n}: {' '.join(f'{k}={v}' for k, v in c.items())}" for n, c in caches.items()),
     ]
     for line in lines:
         print(f"{name}: {line}", flush=True)

@@ -14,7 +14,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
+from deepinfer_jax.disagg.messages import PayloadKind
 from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.launch.links import NetLink
 from deepinfer_jax.rpc import messages as wire
-from deepinfer_jax.rpc.hub import Channel
 
 CONNECT_TIMEOUT = 5.0
 
@@ -37,9 +38,9 @@ def start_server(host: str) -> Any:
     )
 
 
-def compatible(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether two engines' devices can be paired shard by shard. ours, theirs: Hello.model."""
-    return ours["mesh"]["tp"] == theirs["mesh"]["tp"]
+def compatible(ours: wire.ModelInfo, theirs: wire.ModelInfo) -> bool:
+    """Whether two engines' devices can be paired shard by shard."""
+    return ours.mesh.tp == theirs.mesh.tp
 
 
 class DeviceExporter:
@@ -52,38 +53,36 @@ class DeviceExporter:
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self.sent_bytes = 0
 
-    def put(self, channel: Channel, hand: wire.Hand, payload: Payload | None) -> None:
+    def put(self, link: NetLink, hand: wire.Hand, payload: Payload | None) -> None:
         if payload is not None:
             number, arrays = next(self._numbers), payload.arrays()
             self._server.await_pull(number, arrays)
             self.sent_bytes += payload.nbytes
-            hand.remote = {"number": number, "count": payload.count, "size": payload.size}
-            hand.arrays = [("", list(x.shape), x.dtype.name) for x in arrays]
-        channel.send(hand)
+            hand.remote = wire.Remote(number, payload.count, payload.size)
+            hand.arrays = [wire.ArrayLayout("", list(x.shape), x.dtype.name) for x in arrays]
+        link.channel.send(hand)
 
 
 @dataclass(frozen=True)
 class PulledPayload(Payload):
-    """ended: the link's reason once it is lost. fail: ends the link."""
+    """A fault of the pull ends `link`, on which it was announced. deadline: of `time.monotonic`."""
 
+    link: NetLink | None = None
     deadline: float = 0.0
-    ended: Callable[[], str | None] = lambda: None
-    fail: Callable[[str], None] = lambda reason: None
 
     def ready(self) -> bool:
         """True also once the link has ended: nobody will read it then, the hand-over has failed."""
-        if self.ended() is not None:
+        if self.link.inbox.lost is not None:
             return True
         if not super().ready():
             if time.monotonic() > self.deadline:
-                self.fail("a pull of KV did not end in time")
+                self.link.close("a pull of KV did not end in time")
             return False
         try:
-            jax.block_until_ready(
-                self.arrays()
-            )  # an array that failed is ready too, and says so here
+            # an array that failed is ready too, and says so here
+            jax.block_until_ready(self.arrays())
         except Exception as error:
-            self.fail(f"a pull of KV has failed: {error}")
+            self.link.close(f"a pull of KV has failed: {error}")
             return False
         return True
 
@@ -102,14 +101,14 @@ class DeviceImporter:
 
         threading.Thread(target=connect, name=f"connect-{address}", daemon=True).start()
 
-    def pull(
-        self, hand: wire.Hand, ended: Callable[[], str | None], fail: Callable[[str], None]
+    def take(
+        self, hand: wire.Hand, kind: PayloadKind, frames: Sequence[Any], link: NetLink
     ) -> Payload:
-        """Raises ValueError for arrays that are no payload of this mover."""
+        if hand.remote is None or hand.rank >= self._mover.ranks:
+            raise ValueError(f"no payload to pull for rank {hand.rank} of {self._mover.ranks}")
         if not self._connected.wait(CONNECT_TIMEOUT):
             raise ValueError(f"no connection to the transfer server within {CONNECT_TIMEOUT} s")
-        mover, kind, remote = self._mover, hand.body["kind"], hand.remote
-        count, size = remote["count"], remote["size"]
+        mover, count, size = self._mover, hand.remote.count, hand.remote.size
         if not 0 < count <= size or size not in mover.buckets or kind not in mover.kinds:
             raise ValueError(
                 f"{count} of {size} {kind}; this side's buckets are {mover.buckets}, its kinds"
@@ -126,7 +125,7 @@ class DeviceImporter:
             for t in range(len(devices))
         ]
         wanted = [(mover.shard_shape(kind, s, size), np.dtype(s.dtype).name) for s, _, _ in order]
-        given = [(tuple(shape), dtype) for _, shape, dtype in hand.arrays]
+        given = [(tuple(a.shape), a.dtype) for a in hand.arrays]
         if given != wanted:
             raise ValueError(
                 f"a payload of {len(given)} arrays such as {given[:1]}, expected {len(wanted)} such"
@@ -136,13 +135,12 @@ class DeviceImporter:
             jax.ShapeDtypeStruct(shape, s.dtype, sharding=SingleDeviceSharding(devices[t]))
             for (s, _, t), (shape, _) in zip(order, wanted, strict=True)
         ]
-        arrays = iter(self._connection.pull(remote["number"], structs))
+        arrays = iter(self._connection.pull(hand.remote.number, structs))
         pieces = {
             s.name: tuple(
                 tuple((next(arrays),) for _ in devices) for _ in range(mover.num_arrays(s))
             )
             for s in specs
         }
-        return PulledPayload(
-            kind, hand.rank, count, size, pieces, time.monotonic() + self._timeout, ended, fail
-        )
+        deadline = time.monotonic() + self._timeout
+        return PulledPayload(kind, hand.rank, count, size, pieces, link, deadline)

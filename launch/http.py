@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deepinfer_jax import json_text
-
-if TYPE_CHECKING:
-    from deepinfer_jax.launch.cluster import Cluster
+from deepinfer_jax.launch.cluster import Cluster
 
 PREFIX = "deepinfer_router_"
 ANSWER_TIMEOUT = 2.0
@@ -88,18 +86,16 @@ def serve_http(cluster: Cluster, host: str, port: int) -> ThreadingHTTPServer:
                     "status": "unhealthy",
                     "problems": [f"the router's thread has not answered for {ANSWER_TIMEOUT} s"],
                 }
-                self._answer(503, json_text.dumps(body), "application/json")
+                self._answer(503, json.dumps(body), "application/json")
 
         def _page(self) -> None:
             if self.path == "/healthz":
                 healthy, body = in_hub(cluster, cluster.health)
-                self._answer(200 if healthy else 503, json_text.dumps(body), "application/json")
+                self._answer(200 if healthy else 503, json.dumps(body), "application/json")
             elif self.path == "/metrics":
                 self._answer(200, generate_latest(registry).decode(), "text/plain; version=0.0.4")
             elif self.path == "/status":
-                self._answer(
-                    200, json_text.dumps(in_hub(cluster, cluster.status)), "application/json"
-                )
+                self._answer(200, json.dumps(in_hub(cluster, cluster.status)), "application/json")
             else:
                 self._answer(404, "no such page", "text/plain")
 

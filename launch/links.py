@@ -11,22 +11,26 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
-from deepinfer_jax.disagg.protocol import Link, Message, PeerLost
+from deepinfer_jax.disagg.inbox import Inbox
+from deepinfer_jax.disagg.messages import (
+    Link,
+    Message,
+    Pages,
+    PayloadKind,
+    decode_body,
+    encode_body,
+)
 from deepinfer_jax.kv.block_mover import BlockMover, Payload
 from deepinfer_jax.rpc import messages as wire
-from deepinfer_jax.rpc.hub import Channel
+from deepinfer_jax.rpc.channel import Channel
 
 logger = logging.getLogger(__name__)
-
-MESSAGES = frozenset(
-    {"reserve", "pages", "deliver", "cancel", "granted", "refused", "ack", "failed"}
-)
 
 
 class NetLink(Link):
@@ -38,69 +42,53 @@ class NetLink(Link):
         channel: Channel,
         wake: Callable[[], None],
         exporter: Exporter | None = None,
-        importer: Any | None = None,
+        importer: Importer | None = None,
+        on_lost: Callable[[NetLink], None] = lambda link: None,
     ) -> None:
-        """exporter: on the prompt side. importer: on the completion side, HostImporter or
-        DeviceImporter."""
+        """exporter: on the prompt side. importer: on the completion side. on_lost: called once, in
+        the hub's thread, when the link has ended, whoever ended it."""
         self.peer, self.channel = peer, channel
-        self._exporter, self._importer, self._wake = exporter, importer, wake
-        self._inbox: deque[Message] = deque()
-        self._lost: str | None = None
+        self.inbox = Inbox(wake)
+        self._exporter, self._importer, self._on_lost = exporter, importer, on_lost
 
     # ---- Link (the engine's thread) --------------------------------------------------------------
 
     def send(self, message: Message, rank: int = 0) -> None:
-        hand = wire.Hand(message.kind, message.handoff_id, message.body, rank)
+        hand = wire.Hand(msgspec.Raw(encode_body(message.body)), rank)
         if self._exporter is None:
             self.channel.send(hand)
         else:
-            self._exporter.put(self.channel, hand, message.payload)
+            self._exporter.put(self, hand, message.payload)
 
     def poll(self) -> list[Message]:
-        messages = []
-        while self._inbox:
-            messages.append(self._inbox.popleft())
-        if not messages and self._lost is not None:
-            raise PeerLost(self._lost)
-        return messages
+        return self.inbox.take()
 
     def close(self, reason: str = "closed") -> None:
+        """From any thread."""
         self.channel.close(reason)
+        self.channel.hub.call(lambda: self.lost(self.channel, reason, False))
 
     # ---- Handler (the hub's thread) --------------------------------------------------------------
 
-    def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        pass
-
     def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
-        try:
-            if not isinstance(message, wire.Hand) or message.kind not in MESSAGES:
-                raise ValueError(f"unexpected {type(message).__name__} on a hand-over link")
-            payload = self._payload(message, frames) if message.arrays else None
-        except (ValueError, KeyError, TypeError) as error:
-            self._fail(f"sent a payload that does not fit: {error}")
-        else:
-            self._inbox.append(Message(message.kind, message.handoff_id, message.body, payload))
-        self._wake()
+        """Raises ValueError for what no engine sends on a link."""
+        if not isinstance(message, wire.Hand):
+            raise ValueError(f"a {type(message).__name__} on a hand-over link")
+        body = decode_body(message.body)
+        payload = None
+        if message.arrays or isinstance(body, Pages):
+            payload = self._payload(message, body, frames)
+        self.inbox.put(Message(body, payload))
 
     def lost(self, channel: Channel, reason: str, final: bool) -> None:
-        self._lost = reason
-        self._wake()
+        if self.inbox.lost is None:
+            self.inbox.lose(reason)
+            self._on_lost(self)
 
-    def _fail(self, reason: str) -> None:
-        logger.warning("link to %s: %s", self.peer, reason)
-        self.channel.close(reason)
-        self._lost = reason
-        self._wake()
-
-    def _payload(self, message: wire.Hand, frames: Sequence[Any]) -> Payload:
-        if self._importer is None:
-            raise ValueError("a payload for a prompt engine")
-        if message.remote is not None and hasattr(self._importer, "pull"):
-            return self._importer.pull(message, lambda: self._lost, self._fail)
-        if message.remote is not None or not hasattr(self._importer, "unpack"):
-            raise ValueError("a payload by another transport than agreed")
-        return self._importer.unpack(message, frames)
+    def _payload(self, hand: wire.Hand, body: Any, frames: Sequence[Any]) -> Payload:
+        if self._importer is None or not isinstance(body, Pages):
+            raise ValueError(f"a payload with a {type(body).__name__}")
+        return self._importer.take(hand, body.kind, frames, self)
 
 
 class Exporter(Protocol):
@@ -109,7 +97,18 @@ class Exporter(Protocol):
 
     sent_bytes: int
 
-    def put(self, channel: Channel, hand: wire.Hand, payload: Payload | None) -> None: ...
+    def put(self, link: NetLink, hand: wire.Hand, payload: Payload | None) -> None: ...
+
+
+class Importer(Protocol):
+    """Completion side of a transport."""
+
+    def take(
+        self, hand: wire.Hand, kind: PayloadKind, frames: Sequence[Any], link: NetLink
+    ) -> Payload:
+        """What a `Pages` message has brought. Raises ValueError for what is no payload of this
+        engine's; a fault that shows later closes the link."""
+        ...
 
 
 class HostImporter:
@@ -118,17 +117,20 @@ class HostImporter:
     def __init__(self, mover: BlockMover) -> None:
         self._mover = mover
 
-    def unpack(self, message: wire.Hand, frames: Sequence[Any]) -> Payload:
-        """Raises ValueError for frames that are no payload of this mover."""
-        if len(frames) != len(message.arrays):
-            raise ValueError(f"{len(frames)} frames for {len(message.arrays)} arrays")
-        if not 0 <= message.rank < self._mover.ranks:
-            raise ValueError(f"a payload for rank {message.rank} of {self._mover.ranks}")
+    def take(
+        self, hand: wire.Hand, kind: PayloadKind, frames: Sequence[Any], link: NetLink
+    ) -> Payload:
+        if hand.remote is not None:
+            raise ValueError("a payload by another transport than agreed")
+        if len(frames) != len(hand.arrays):
+            raise ValueError(f"{len(frames)} frames for {len(hand.arrays)} arrays")
+        if hand.rank >= self._mover.ranks:
+            raise ValueError(f"a payload for rank {hand.rank} of {self._mover.ranks}")
         arrays = {
-            name: np.frombuffer(frame.buffer, np.dtype(dtype)).reshape(shape)
-            for (name, shape, dtype), frame in zip(message.arrays, frames, strict=True)
+            a.cache: np.frombuffer(frame.buffer, np.dtype(a.dtype)).reshape(a.shape)
+            for a, frame in zip(hand.arrays, frames, strict=True)
         }
-        (payload,) = self._mover.from_host(arrays, message.rank, message.body["kind"])
+        (payload,) = self._mover.from_host(arrays, hand.rank, kind)
         return payload
 
 
@@ -138,16 +140,15 @@ class Stager:
 
     def __init__(self, mover: BlockMover, name: str) -> None:
         self._mover = mover
-        self._queue: queue.SimpleQueue[tuple[Channel, wire.Hand, Payload | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[NetLink, wire.Hand, Payload | None] | None]
+        self._queue = queue.SimpleQueue()
         self.sent_bytes = 0
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"stager-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, channel: Channel, hand: wire.Hand, payload: Payload | None) -> None:
-        self._queue.put((channel, hand, payload))
+    def put(self, link: NetLink, hand: wire.Hand, payload: Payload | None) -> None:
+        self._queue.put((link, hand, payload))
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -155,23 +156,24 @@ class Stager:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            channel, hand, payload = item
-            if channel.closed:
+            link, hand, payload = item
+            if link.channel.closed:
                 continue
             try:
                 frames = self._stage(hand, payload) if payload is not None else ()
-            except (
-                Exception
-            ) as error:  # the device is in trouble: the engine's next step says so too
+            except Exception as error:
+                # the device is in trouble: the engine's next step says so too
                 logger.exception("cannot copy KV to the host")
                 self.failed = f"{type(error).__name__}: {error}"
-                channel.close(f"cannot copy KV to the host: {error}")
+                link.close(f"cannot copy KV to the host: {error}")
                 continue
-            channel.send(hand, frames)
+            link.channel.send(hand, frames)
 
     def _stage(self, hand: wire.Hand, payload: Payload) -> list[memoryview]:
         arrays = self._mover.to_host(payload)
-        hand.arrays = [(name, list(a.shape), a.dtype.name) for name, a in arrays.items()]
+        hand.arrays = [
+            wire.ArrayLayout(name, list(a.shape), a.dtype.name) for name, a in arrays.items()
+        ]
         self.sent_bytes += sum(a.nbytes for a in arrays.values())
         return [
             memoryview(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays.values()

@@ -1,61 +1,93 @@
-"""How a prompt engine asks its router, in another process, what its coordinator would say: answers
-come a moment later."""
+"""Which completion engine takes a request, asked across processes: the prompt engine's side, and
+the router's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.scheduler.routing.ids import AttemptId
 
 
 class RouterPlacement:
-    """A pd_engines.PromptCoordinator. Everything runs in the engine's thread; `send` may be called
-    from any."""
+    """A prompt engine's Placement: answers come a moment later. Everything runs in the engine's
+    thread; `send` may be called from any."""
 
     def __init__(
         self, send: Callable[[wire.WireMessage], None], has_links: Callable[[], bool]
     ) -> None:
         self._send, self._has_links = send, has_links
-        self._asked: dict[str, frozenset[str]] = {}
-        self._answers: dict[str, str | None] = {}
+        self._asked: dict[AttemptId, frozenset[str]] = {}
+        self._answers: dict[AttemptId, str | None] = {}
 
-    def choose_target(self, key: str, exclude: set[str]) -> str | None:
+    def assign_decode(self, attempt: AttemptId, exclude: set[str]) -> str | None:
         """The router's answer once it is there; None until then, and while nobody has room."""
-        target = self._answers.get(key)
+        target = self._answers.get(attempt)
         if target is not None:
-            self.forget(key)
+            self.forget(attempt)
             return target
         wanted = frozenset(exclude)
-        if key not in self._asked or (key in self._answers and self._asked[key] != wanted):
-            self._answers.pop(key, None)
-            self._asked[key] = wanted
-            self._send(wire.Place(key, sorted(wanted)))
+        if attempt not in self._asked or (
+            attempt in self._answers and self._asked[attempt] != wanted
+        ):
+            self._answers.pop(attempt, None)
+            self._asked[attempt] = wanted
+            self._send(wire.AssignDecode(attempt, sorted(wanted)))
         return None
 
-    def placed(self, key: str, target: str | None) -> None:
-        if key in self._asked:
-            self._answers[key] = target
+    def assigned(self, attempt: AttemptId, target: str | None) -> None:
+        if attempt in self._asked:
+            self._answers[attempt] = target
 
-    def forget(self, key: str) -> None:
-        self._asked.pop(key, None)
-        self._answers.pop(key, None)
+    def forget(self, attempt: AttemptId) -> None:
+        self._asked.pop(attempt, None)
+        self._answers.pop(attempt, None)
 
-    def unchoose_target(self, key: str, target: str) -> None:
-        self.forget(key)
-        self._send(wire.Unplace(key, target))
+    def release_decode(self, attempt: AttemptId, target: str) -> None:
+        self.forget(attempt)
+        self._send(wire.ReleaseDecode(attempt, target))
 
-    def prefill_progress(self, key: str, tokens: int, seconds: float) -> None:
-        self._send(wire.Progress(key, tokens, seconds))
+    def prefill_progress(self, attempt: AttemptId, tokens: int, seconds: float) -> None:
+        self._send(wire.Progress(attempt, tokens, seconds))
 
-    def prefilled(self, key: str) -> None:
-        self._send(wire.Prefilled(key))
+    def prefilled(self, attempt: AttemptId) -> None:
+        self._send(wire.Prefilled(attempt))
 
-    def handed_over(self, key: str, target: str) -> None:
-        self.forget(key)
-        self._send(wire.HandedOver(key, target))
+    def handed_over(self, attempt: AttemptId, target: str) -> None:
+        self.forget(attempt)
+        self._send(wire.HandedOver(attempt, target))
 
-    def hand_over_failed(self, key: str, reason: str, retry: bool) -> None:
-        self.forget(key)
-        self._send(
-            wire.HandOverFailed(key, reason, retry or not self._has_links())
-        )  # another one may join
+    def hand_over_failed(self, attempt: AttemptId, reason: str, retry: bool) -> None:
+        self.forget(attempt)
+        retry = retry or not self._has_links()  # another completion engine may join
+        self._send(wire.HandOverFailed(attempt, reason, retry))
+
+
+class PlacementDesk:
+    """The router's side: answers at once, and again when there is room for who found none."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._waiting: dict[AttemptId, tuple[Callable[[wire.Assigned], None], set[str]]] = {}
+
+    def ask(
+        self, attempt: AttemptId, exclude: set[str], reply: Callable[[wire.Assigned], None]
+    ) -> None:
+        target = self._coordinator.assign_decode(attempt, exclude)
+        if target is None and self._coordinator.current(attempt) is not None:
+            self._waiting[attempt] = (reply, exclude)
+        else:
+            self._waiting.pop(attempt, None)
+        reply(wire.Assigned(attempt, target))
+
+    def answer_waiting(self) -> None:
+        """Room may have been made: those who wait for a place, in the order they asked."""
+        for attempt, (reply, exclude) in list(self._waiting.items()):
+            if self._coordinator.current(attempt) is None:
+                del self._waiting[attempt]
+                continue
+            target = self._coordinator.assign_decode(attempt, exclude)
+            if target is not None:
+                del self._waiting[attempt]
+                reply(wire.Assigned(attempt, target))

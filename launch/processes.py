@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from deepinfer_jax.launch.common import LaunchArgs
+from deepinfer_jax.launch.args import LaunchArgs
+from deepinfer_jax.launch.votes import SocketDPGroup, connect_votes
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Job:
 
     process: int = 0
     processes: int = 1
-    group: Any = None
+    group: SocketDPGroup | None = None
 
 
 def detect(launch: LaunchArgs, env: Mapping[str, str]) -> dict[str, Any] | None:
@@ -82,8 +82,6 @@ def join_job(launch: LaunchArgs) -> Job:
     if launch.local_devices:
         arguments["local_device_ids"] = list(launch.local_devices)
     jax.distributed.initialize(**arguments)
-    from deepinfer_jax.launch.votes import connect_votes
-
     group = connect_votes(
         jax.process_index(),
         jax.process_count(),

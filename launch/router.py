@@ -11,47 +11,21 @@ SIGTERM: takes nothing new, lets requests finish, ends.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import sys
 import time
 from collections.abc import Sequence
 
 from deepinfer_jax.flags import add_dataclass_flags, dataclass_values
+from deepinfer_jax.launch.args import RouterArgs
 from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
 from deepinfer_jax.launch.http import serve_http
-from deepinfer_jax.rpc.hub import HubConfig
-from deepinfer_jax.rpc.security import Security, is_loopback
-from deepinfer_jax.scheduler.routing.router import RouterConfig
+from deepinfer_jax.rpc.channel import HubConfig
+from deepinfer_jax.rpc.endpoint import as_endpoint, is_loopback
+from deepinfer_jax.rpc.security import Security
+from deepinfer_jax.scheduler.routing.config import RouterConfig
 
 SIGNAL_POLL = 0.1
-
-
-@dataclasses.dataclass
-class RouterArgs:
-    """Flags of the router process."""
-
-    listen: str = "127.0.0.1:9510"
-    """Where engines and clients connect, host:port (port 0: any free one)."""
-    http_host: str = "127.0.0.1"
-    """Where /healthz, /metrics and /status are served."""
-    http_port: int = 9511
-    """Port of /healthz, /metrics and /status (0: any free one)."""
-    secret_file: str | None = None
-    """File with the deployment's shared secret; needed as soon as --listen is more than loopback.
-    """
-    deadline: float = 10.0
-    """Seconds requests wait for a missing role before they end with a reason."""
-    stall_timeout: float = 30.0
-    """Seconds one step of an engine may take before the engine counts as dead."""
-    heartbeat: float = 0.5
-    """Seconds between signs of life."""
-    peer_timeout: float = 5.0
-    """Seconds of silence after which a peer is lost."""
-    drain_timeout: float = 60.0
-    """Seconds that requests get to finish after SIGTERM."""
-    max_requests: int = 65536
-    """The most unfinished requests; more are refused."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,14 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(a: RouterArgs, balancing: RouterConfig) -> int:
-    from deepinfer_jax.rpc.client import as_endpoint
-
     config = ClusterConfig(
         listen=as_endpoint(a.listen),
         deadline=a.deadline,
         stall_timeout=a.stall_timeout,
         drain_timeout=a.drain_timeout,
         max_requests=a.max_requests,
+        max_n=a.max_n,
         router=balancing,
         security=Security.from_file(a.secret_file),
         hub=HubConfig(heartbeat=a.heartbeat, peer_timeout=a.peer_timeout, max_frame=64 << 20),

@@ -12,7 +12,7 @@ from typing import Any
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.routing.router import RouterConfig
+from deepinfer_jax.scheduler.routing.config import RouterConfig
 
 ROLE_FIELDS = {
     EngineType.PROMPT: {},

@@ -2,7 +2,7 @@
 behind one engine-like face.
 
 `DisaggregatedEngine` has the methods of LLMEngine that `LLM` uses. Each engine runs in its own
-thread (pd_worker.py); the router (scheduler/routing/router.py) decides who gets what; a crash or a
+thread (worker.py); the router (scheduler/routing/router.py) decides who gets what; a crash or a
 stall of one engine ends or moves only what it held.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import jax
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.disagg import mesh_link
 from deepinfer_jax.disagg import snapshot as pd_snapshot
+from deepinfer_jax.disagg.completion_engine import CompletionEngine
 from deepinfer_jax.disagg.config import DisaggregationConfig, assign_devices, role_args
 from deepinfer_jax.disagg.coordinator import Coordinator
-from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
+from deepinfer_jax.disagg.messages import Link
+from deepinfer_jax.disagg.prompt_engine import PromptEngine
 from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.disagg.split_request import FannedOutRequest
 from deepinfer_jax.disagg.worker import EngineWorker
@@ -35,14 +37,15 @@ from deepinfer_jax.runner.mesh import make_mesh
 from deepinfer_jax.runner.model_source import ModelSource
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.routing.router import Capacity, Router, RouterConfig
+from deepinfer_jax.scheduler.routing.config import Capacity, RouterConfig
+from deepinfer_jax.scheduler.routing.router import Router
 from deepinfer_jax.snapshot.job import SnapshotJob
 
 LOOK_AGAIN = 0.2
 """Seconds between looks at stalled engines while the caller waits for outputs."""
 
 
-class DisaggregatedEngine(Coordinator):
+class DisaggregatedEngine:
     """An engine made of engines. Thread-safe; outputs are collected by whoever calls step()."""
 
     def __init__(
@@ -54,9 +57,7 @@ class DisaggregatedEngine(Coordinator):
         """fields: EngineArgs fields both roles share. Raises ValueError for an impossible layout,
         LayoutMismatch."""
         self.pd = config
-        super().__init__()
         self._counter = itertools.count()
-        self.workers: dict[str, EngineWorker] = {}
         args = {EngineType.PROMPT: role_args(fields, config, EngineType.PROMPT)}
         args[EngineType.COMPLETION] = role_args(fields, config, EngineType.COMPLETION)
         self._build(args, list(jax.devices() if devices is None else devices))
@@ -67,12 +68,11 @@ class DisaggregatedEngine(Coordinator):
         self.admission = Admission(
             first.admission.limits, self.tokenizer, self.eos_token_ids, self.seeds
         )
-        capacity = {e.name: _capacity(e) for e in self.completion_engines}
-        self.router = Router(
-            [e.name for e in self.prompt_engines], capacity, config.router or self._router_config()
-        )
+        self.coordinator = Coordinator(Router(config=config.router or self._router_config()))
+        self.workers: dict[str, EngineWorker] = {}
+        self._connect()
         for worker in self.workers.values():
-            worker.start()
+            worker.run()
 
     def _build(self, args: dict[EngineType, EngineArgs], devices: list[Any]) -> None:
         c = self.pd
@@ -105,24 +105,39 @@ class DisaggregatedEngine(Coordinator):
         self.completion_engines: list[CompletionEngine] = [
             make(CompletionEngine, EngineType.COMPLETION, i) for i in range(c.completion_engines)
         ]
+
+    def _connect(self) -> None:
+        """Names, threads, links."""
         engines = (*self.prompt_engines, *self.completion_engines)
         warm = all(e.config.warm_up for e in engines)
-        handoff = c.handoff or HandoffConfig(timeout=HandoffConfig.timeout * (1 if warm else 10))
+        seconds = HandoffConfig.timeout * (1 if warm else 10)
+        handoff = self.pd.handoff or HandoffConfig(timeout=seconds)
         for i, engine in enumerate(self.prompt_engines):
-            engine.start_hand_over(f"PROMPT_{i}", self, handoff)
+            engine.start_hand_over(f"PROMPT_{i}", self.coordinator, handoff)
+            self._join(engine, None)
         for i, engine in enumerate(self.completion_engines):
-            engine.start_hand_over(f"COMPLETION_{i}", handoff, c.reserve_fraction)
-        for engine in (*self.prompt_engines, *self.completion_engines):
-            self.workers[engine.name] = EngineWorker(engine, self._on_output, self._on_crash)
-        self._links = {}
+            engine.start_hand_over(f"COMPLETION_{i}", handoff, self.pd.reserve_fraction)
+            self._join(engine, _capacity(engine))
+        self._links: dict[tuple[str, str], tuple[Link, Link]] = {}
         for source in self.prompt_engines:
             for target in self.completion_engines:
                 a, b = mesh_link.connect(source, target)
-                a.on_arrival, b.on_arrival = (
-                    self.workers[source.name].wake,
-                    self.workers[target.name].wake,
-                )
+                a.inbox.on_arrival = self.workers[source.name].wake
+                b.inbox.on_arrival = self.workers[target.name].wake
                 self._links[source.name, target.name] = (a, b)
+
+    def _join(self, engine: PromptEngine | CompletionEngine, capacity: Capacity | None) -> None:
+        worker = EngineWorker(engine, self.coordinator, self._on_crash)
+        self.workers[engine.name] = worker
+        self.coordinator.join(worker, capacity)
+
+    def _on_crash(self, name: str, reason: str) -> None:
+        """Every engine connected to it must learn that it is gone."""
+        self.workers[name].failed = reason
+        for pair, (a, b) in self._links.items():
+            if name in pair:
+                (a if pair[0] == name else b).close(reason)
+        self.coordinator.engine_failed(name, reason)
 
     def _router_config(self) -> RouterConfig:
         # Prompts beyond a few steps wait in the router: placed late, and not prefilled while no
@@ -146,45 +161,54 @@ class DisaggregatedEngine(Coordinator):
     ) -> FannedOutRequest:
         """Queues a request. Raises ValueError naming the request, the value and the limit;
         RuntimeError when no engine is left."""
-        with self._lock:
+        with self.coordinator.lock:
             request_id = str(next(self._counter)) if request_id is None else request_id
             params = params or SamplingParams()
-            self.admission.check(request_id, params, self._requests)
+            self.admission.check(request_id, params, self.coordinator.requests)
             text, ids = self.admission.tokenize(request_id, prompt)
             arrival = time.time() if arrival_time is None else arrival_time
             request = FannedOutRequest.make(request_id, text, ids, params, self.seeds.draw, arrival)
             limit = self.prompt_engines[0].schedulers[0].config.prompt_limit
             if len(ids) > limit:
-                self.refuse(request, "prompt_length_exceeded")
+                self.coordinator.refuse(request, "prompt_length_exceeded")
             else:
-                self.submit(request, self.config.max_model_len)
+                self.coordinator.submit(request, self.config.max_model_len)
             return request
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
+        """See `LLMEngine.abort_request`."""
+        return self.coordinator.abort_request(request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.coordinator.has_unfinished_requests()
+
+    def is_active(self, request_id: str) -> bool:
+        return self.coordinator.is_active(request_id)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self.coordinator.requests)
 
     def step(self) -> list[RequestOutput]:
         """Waits for outputs and returns all there are; [] when a while has passed without any."""
         if not self.has_unfinished_requests():
             return []
+        waiting = self.coordinator.outputs
         try:
-            outputs = [self._outputs.get(timeout=LOOK_AGAIN)]
+            outputs = [waiting.get(timeout=LOOK_AGAIN)]
         except queue.Empty:
             self._check_stalls()
-            with self._lock:
-                self._dispatch()
+            self.coordinator.dispatch()
             return []
-        while not self._outputs.empty():
-            outputs.append(self._outputs.get())
+        while not waiting.empty():
+            outputs.append(waiting.get())
         return outputs
-
-    def close_links(self, name: str, reason: str) -> None:
-        for pair, (a, b) in self._links.items():
-            if name in pair:
-                (a if pair[0] == name else b).close(reason)
 
     def _check_stalls(self) -> None:
         limit = self.pd.stall_timeout
         for worker in self.workers.values():
-            if limit is not None and worker.failed is None and worker.stuck_for() > limit:
-                self._on_crash(worker, f"{worker.name}: no progress for {limit} s")
+            if limit is not None and worker.failed is None and worker.loop.stuck_for() > limit:
+                self._on_crash(worker.name, f"{worker.name}: no progress for {limit} s")
 
     # ---- snapshots -------------------------------------------------------------------------------
 
@@ -202,10 +226,9 @@ class DisaggregatedEngine(Coordinator):
 
     def stats(self) -> dict[str, Any]:
         """Of every engine by name, the router's, and the hand-overs' counters."""
-        handoff = {e.name: dict(e.sender.counters) for e in self.prompt_engines}
-        handoff |= {e.name: dict(e.receiver.counters) for e in self.completion_engines}
-        with self._lock:
-            router = self.router.stats()
+        handoff = {n: dict(w.engine.hand_overs.counters) for n, w in self.workers.items()}
+        with self.coordinator.lock:
+            router = self.coordinator.router.stats()
         return {
             "engines": {name: w.engine.stats() for name, w in self.workers.items()},
             "failed": {name: w.failed for name, w in self.workers.items() if w.failed is not None},
@@ -224,19 +247,16 @@ class DisaggregatedEngine(Coordinator):
             time.sleep(0.002)
 
     def _held(self, worker: EngineWorker) -> list[str]:
-        engine = worker.engine
-        with engine.lock:
-            held = [str(seq) for s in engine.schedulers for seq in s.sequences]
-        return held + [str(c) for c in worker._commands]
+        waiting = worker.loop.num_commands
+        return worker.engine.held() + ([f"{waiting} commands"] if waiting else [])
 
     def check_integrity(self) -> None:
         """Raises if a block or slot is lost or doubly used anywhere, or the router's loads disagree
         with its requests."""
         for worker in self.workers.values():
-            with worker.engine.lock:
-                worker.engine.check_integrity()
-        with self._lock:
-            self.router.check_integrity()
+            worker.engine.check_integrity()
+        with self.coordinator.lock:
+            self.coordinator.router.check_integrity()
 
     def close(self) -> None:
         """Stops the threads, then frees device memory."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 
-from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
-from deepinfer_jax.disagg.protocol import Link, Message, PeerLost, check_layouts
+from deepinfer_jax.disagg.completion_engine import CompletionEngine
+from deepinfer_jax.disagg.inbox import Inbox
+from deepinfer_jax.disagg.layout import check_layouts
+from deepinfer_jax.disagg.messages import Link, Message
+from deepinfer_jax.disagg.prompt_engine import PromptEngine
 from deepinfer_jax.kv.block_mover import BlockMover
 
 
@@ -16,34 +17,31 @@ class MeshLink(Link):
     receiver asks `ready()`."""
 
     def __init__(self, peer: str, target: BlockMover | None) -> None:
+        """target: the completion engine's, at the prompt engine's end."""
         self.peer = peer
-        self._target = target
-        self._inbox: deque[Message] = deque()
-        self._lost: str | None = None
+        self.inbox = Inbox()
         self.other: MeshLink
-        self.on_arrival: Callable[[], None] = lambda: None
-        """Called, in the sender's thread, when something has arrived at this end."""
+        self._target = target
 
     def send(self, message: Message, rank: int = 0) -> None:
-        if self.other._lost is not None or self._lost is not None:
+        if self.other.inbox.lost is not None or self.inbox.lost is not None:
             return  # poll() says so
         if message.payload is not None and self._target is not None:
             message = replace(message, payload=self._target.receive(message.payload, rank))
-        self.other._inbox.append(message)
-        self.other.on_arrival()
+        self.other.inbox.put(message)
 
     def poll(self) -> list[Message]:
-        messages = []
-        while self._inbox:
-            messages.append(self._inbox.popleft())
-        if not messages and self._lost is not None:
-            raise PeerLost(self._lost)
-        return messages
+        return self.inbox.take()
 
     def close(self, reason: str = "closed") -> None:
-        if self.other._lost is None:
-            self.other._lost = reason
-            self.other.on_arrival()
+        self.other.inbox.lose(reason)
+
+
+def link_pair(source: str, target: str, mover: BlockMover | None) -> tuple[MeshLink, MeshLink]:
+    """(source's, target's) ends of a link between two engines. mover: the target's."""
+    a, b = MeshLink(target, mover), MeshLink(source, None)
+    a.other, b.other = b, a
+    return a, b
 
 
 def connect(source: PromptEngine, target: CompletionEngine) -> tuple[MeshLink, MeshLink]:
@@ -52,8 +50,7 @@ def connect(source: PromptEngine, target: CompletionEngine) -> tuple[MeshLink, M
     check_layouts(source.layout(), target.layout())
     source.prepare_link(target.name, target.config.axes.tp)
     target.prepare_link(source.name, source.config.axes.tp)
-    a, b = MeshLink(target.name, target.mover), MeshLink(source.name, None)
-    a.other, b.other = b, a
-    source.sender.connect(a)
-    target.receiver.connect(b)
+    a, b = link_pair(source.name, target.name, target.mover)
+    source.hand_overs.connect(a)
+    target.hand_overs.connect(b)
     return a, b

@@ -1,20 +1,16 @@
-"""What passes from a prompt engine to a completion engine: the hand-over record, its states, its
-messages, the layout check.
+"""A hand-over from a prompt engine to a completion engine: its record, and the states it may take.
 
-Pure Python: imports no JAX, so every rule here is tested in microseconds. The two state machines
-that exchange these messages are in handoff_source.py and handoff_target.py, the engines that plug
-into them in pd_engines.py, the bytes in kv_transfer.py.
+Imports no JAX, so every rule here is tested in microseconds. The two state machines are in
+sender.py and receiver.py, their messages in messages.py, the engines that plug into them in
+engines.py, the bytes in kv/block_mover.py.
 
     source (PE)                          target (CE)
-    reserve  ->                                          slot and blocks are held, or the request is
-    refused
-             <-  granted | refused                       nothing has moved yet
-    pages    ->  (as chunks are computed)                written into the reserved blocks
-    deliver  ->                                          tokens, sampling and text state; once all
-    pages are there: enqueued
-             <-  ack                                     the source frees its blocks
-    cancel   ->  / <-  failed                            from any state; the other side frees what
-    it holds
+    Reserve  ->                       slot and blocks are held, or the request is refused
+             <-  Granted | Refusal    nothing has moved yet
+    Pages    ->                       (as chunks are computed) written into the reserved blocks
+    Deliver  ->                       tokens and text state; with all pages there: enqueued
+             <-  Ack                  the source frees its blocks
+    Cancel   ->  / <-  Failed         from any state; the other side frees what it holds
 
 The source's record is the one that counts until ACKED. Each side keeps its own record of the same
 hand-over, with its own deadline, so that neither waits for a dead peer.
@@ -23,15 +19,11 @@ hand-over, with its own deadline, so that neither waits for a dead peer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
-from deepinfer_jax.scheduler.roles import EngineType
-
-PROTOCOL = 1
-"""Version of the messages; compared at connect."""
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 
 
 class HandoffState(Enum):
@@ -60,11 +52,6 @@ class IllegalTransition(RuntimeError):
     """A hand-over was moved along an edge that LEGAL_TRANSITIONS does not have."""
 
 
-class LayoutMismatch(ValueError):
-    """The two sides of a connection could not understand each other's blocks; the message names
-    both values."""
-
-
 class PeerLost(RuntimeError):
     """The other end of a link is gone."""
 
@@ -82,15 +69,15 @@ class Tombstones:
 
     def __init__(self, limit: int = 65536) -> None:
         self._limit = limit
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended: OrderedDict[HandoffId, str] = OrderedDict()
 
-    def add(self, handoff_id: str, how: str) -> None:
+    def add(self, handoff_id: HandoffId, how: str) -> None:
         self._ended[handoff_id] = how
         self._ended.move_to_end(handoff_id)
         while len(self._ended) > self._limit:
             self._ended.popitem(last=False)
 
-    def get(self, handoff_id: str) -> str | None:
+    def get(self, handoff_id: HandoffId) -> str | None:
         """ "acked", the reason of a failure, or None."""
         return self._ended.get(handoff_id)
 
@@ -112,10 +99,10 @@ class HandoffConfig:
 
 @dataclass(eq=False)
 class Handoff:
-    """One request on its way. handoff_id: attempt id of the request and number of the try.
-    deadline: seconds of the owner's clock; every progress moves it on."""
+    """One request on its way. deadline: seconds of the owner's clock; every progress moves it
+    on."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     source: str
     target: str
     deadline: float
@@ -162,101 +149,29 @@ class Handoff:
         return True
 
 
-# ---- messages ------------------------------------------------------------------------------------
+class Placement(Protocol):
+    """Who decides which completion engine takes a request, and is told what became of it. Called
+    from the prompt engine's thread.
 
-
-@dataclass(frozen=True)
-class Message:
-    """kind: "reserve", "pages", "deliver", "cancel" (from the source); "granted", "refused", "ack",
-    "failed" (from the target). body: plain values (msgpack and JSON can carry them). payload: only
-    with "pages"; has `ready()` at the receiving end.
-
-    Bodies: reserve {"request": see RequestState.reservation, "pages": n, "states": 0 | 1}; granted
-    {"rank": r}; pages {"kind": "blocks" | "states", "segments": [[handoff id, first page, count,
-    first row of the payload], ...]}; deliver {"state": RequestState.to_dict()}; refused and failed
-    {"reason": text, "retry": bool}; cancel {"reason": text}.
+    In one process that is the coordinator; in a process of its own, the engine's side of the
+    router's connection.
     """
 
-    kind: str
-    handoff_id: str
-    body: dict[str, Any]
-    payload: Any = None
-
-
-class Link(Protocol):
-    """One end of a connection between a prompt engine and a completion engine: the transport.
-
-    Messages of one direction arrive in order, or not at all once the peer is lost; nothing here
-    waits. `connect` functions of the transports compare layouts (`check_layouts`) before they
-    return a link.
-    """
-
-    peer: str
-    """Name of the engine at the other end."""
-
-    def send(self, message: Message, rank: int = 0) -> None:
-        """Enqueues a message. With a payload: `rank` is the target's rank ("granted") whose devices
-        it must reach."""
+    def assign_decode(self, attempt: AttemptId, exclude: set[str]) -> str | None:
+        """A completion engine with room; None while none of those that are not excluded has any."""
         ...
 
-    def poll(self) -> list[Message]:
-        """What has arrived. Raises PeerLost once everything that arrived has been returned and the
-        peer is gone."""
+    def release_decode(self, attempt: AttemptId, target: str) -> None:
+        """That engine will not get it."""
         ...
 
-    def close(self, reason: str = "closed") -> None:
-        """The peer's poll() raises PeerLost(reason)."""
+    def prefill_progress(self, attempt: AttemptId, tokens: int, seconds: float) -> None: ...
+
+    def prefilled(self, attempt: AttemptId) -> None: ...
+
+    def handed_over(self, attempt: AttemptId, target: str) -> None: ...
+
+    def hand_over_failed(self, attempt: AttemptId, reason: str, retry: bool) -> None:
+        """No completion engine will take this attempt. retry: computing it again elsewhere may
+        help."""
         ...
-
-
-# ---- layout --------------------------------------------------------------------------------------
-
-
-def make_layout(
-    role: EngineType, fingerprint: str, blocks: Mapping[str, Any], max_model_len: int
-) -> dict[str, Any]:
-    """What one side is, as plain values, for `check_layouts`. blocks: `BlockMover.describe()`."""
-    return {
-        "protocol": PROTOCOL,
-        "role": int(role),
-        "roles": {r.name: int(r) for r in EngineType},
-        "model": fingerprint,
-        "block_size": blocks["block_size"],
-        "caches": {
-            c["name"]: {k: v for k, v in c.items() if k != "name"} for c in blocks["caches"]
-        },
-        "max_model_len": max_model_len,
-    }
-
-
-def check_layouts(source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raises LayoutMismatch naming every difference with both values. source: the prompt engine's,
-    target: the completion one's."""
-    problems = [
-        f"{name}: {source.get(name)!r} on the prompt side, {target.get(name)!r} on the completion"
-        " side"
-        for name in ("protocol", "roles", "model", "block_size", "max_model_len")
-        if source.get(name) != target.get(name)
-    ]
-    ours, theirs = source.get("caches", {}), target.get("caches", {})
-    for name in dict.fromkeys((*ours, *theirs)):
-        a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None:
-            problems.append(f"cache {name!r}: {a} on the prompt side, {b} on the completion side")
-            continue
-        for key in dict.fromkeys((*a, *b)):
-            if a.get(key) != b.get(key):
-                problems.append(
-                    f"cache {name!r} {key}: {a.get(key)!r} on the prompt side, {b.get(key)!r} on"
-                    " the completion side"
-                )
-    for side, layout, role in (
-        ("prompt", source, EngineType.PROMPT),
-        ("completion", target, EngineType.COMPLETION),
-    ):
-        if layout.get("role") != int(role):
-            problems.append(
-                f"role of the {side} side: {layout.get('role')!r}, expected {role.name}={int(role)}"
-            )
-    if problems:
-        raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(problems))

@@ -1,50 +1,61 @@
 """The completion engine's side of hand-overs: `Receiver`, which reserves, collects and enqueues.
-See handoff_source.py."""
+See sender.py."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from deepinfer_jax.disagg.messages import (
+    Ack,
+    AnyBody,
+    Cancel,
+    Deliver,
+    Failed,
+    Granted,
+    Message,
+    Pages,
+    Payload,
+    PayloadKind,
+    Refusal,
+    Reserve,
+    Segment,
+)
 from deepinfer_jax.disagg.protocol import (
     Handoff,
     HandoffConfig,
     HandoffState,
-    Link,
-    Message,
-    PeerLost,
     Refused,
-    Tombstones,
 )
+from deepinfer_jax.disagg.side import HandoverSide
+from deepinfer_jax.engine.request_state import RequestState
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 
 
 class TargetPort(Protocol):
     """What a Receiver asks of its engine."""
 
-    def reserve(self, handoff_id: str, request: dict[str, Any]) -> int:
-        """Holds slot and blocks; the rank that does. Raises Refused."""
+    def reserve(self, handoff: HandoffId, request: RequestState, pages: int, states: int) -> int:
+        """Holds slot and blocks; the rank that does. Raises Refused; ValueError if pages or states
+        are not those of the request."""
         ...
 
-    def write(
-        self, kind: str, payload: Any, segments: list[tuple[str, int, int, int]], live: set[str]
-    ) -> None:
-        """Enqueues writing (handoff id, first page, count, first payload row) segments; those not
-        in `live` are dropped."""
+    def write(self, kind: PayloadKind, payload: Payload, segments: Sequence[Segment]) -> None:
+        """Enqueues writing the segments; rows of the payload that none names are dropped."""
         ...
 
-    def enqueue(self, handoff_id: str, state: dict[str, Any]) -> bool:
+    def enqueue(self, handoff: HandoffId, state: RequestState) -> bool:
         """All KV is there: decode from now on. False if it was aborted meanwhile (its reservation
-        is then released here)."""
+        is then released here). ValueError, with nothing changed, for another request's state."""
         ...
 
-    def release(self, handoff_id: str, reason: str) -> None:
+    def release(self, handoff: HandoffId) -> None:
         """Frees a reservation."""
         ...
 
-    def abort(self, handoff_id: str, reason: str) -> None:
+    def abort(self, handoff: HandoffId) -> None:
         """Ends a request that decodes already (its source gave it up before it saw the
         acknowledgement)."""
         ...
@@ -53,13 +64,12 @@ class TargetPort(Protocol):
 @dataclass(eq=False)
 class Incoming:
     handoff: Handoff
-    link: Link
     pages: int
     states: int
     rank: int
     written: set[int] = field(default_factory=set)  # pages
     states_written: int = 0
-    state: dict[str, Any] | None = None
+    state: RequestState | None = None
 
     @property
     def complete(self) -> bool:
@@ -70,7 +80,7 @@ class Incoming:
         )
 
 
-class Receiver:
+class Receiver(HandoverSide):
     """Hand-overs into one completion engine, from any number of prompt engines."""
 
     def __init__(
@@ -79,16 +89,15 @@ class Receiver:
         name: str,
         config: HandoffConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):
-        self.port, self.name, self.config, self.clock = port, name, config or HandoffConfig(), clock
-        self.links: dict[str, Link] = {}
-        self.incoming: dict[str, Incoming] = {}
-        self._arriving: list[Message] = []  # "pages" whose bytes are still on their way
-        self._ended = Tombstones()
-        self.counters: Counter[str] = Counter()
+    ) -> None:
+        super().__init__(name, config, clock)
+        self.port = port
+        self.incoming: dict[HandoffId, Incoming] = {}
+        self._arriving: list[tuple[str, Message]] = []  # `Pages` whose bytes are on their way
 
-    def connect(self, link: Link) -> None:
-        self.links[link.peer] = link
+    @property
+    def num_open(self) -> int:
+        return len(self.incoming)
 
     @property
     def next_deadline(self) -> float | None:
@@ -96,28 +105,19 @@ class Receiver:
 
     @property
     def has_arriving(self) -> bool:
-        """Bytes are on their way: pump() again soon."""
         return bool(self._arriving)
 
     def pump(self) -> None:
         """Reads links, writes what has arrived, enqueues what is complete, frees what is late."""
-        for name in list(self.links):
-            try:
-                messages = self.links[name].poll()
-            except PeerLost as lost:
-                self.peer_lost(name, str(lost))
-                continue
-            for message in messages:
-                self._on_message(name, message)
+        self._read_links()
         self._write_arrived()
         now = self.clock()
         for handoff_id, incoming in list(self.incoming.items()):
             if incoming.complete:
                 self._enqueue(handoff_id, incoming, now)
             elif now >= incoming.handoff.deadline:
-                reason = (
-                    f"no progress from {incoming.handoff.source} within {self.config.timeout} s"
-                )
+                source = incoming.handoff.source
+                reason = f"no progress from {source} within {self.config.timeout} s"
                 self._fail(handoff_id, reason, retry=True)
 
     def peer_lost(self, name: str, reason: str) -> None:
@@ -126,66 +126,82 @@ class Receiver:
         for handoff_id in [i for i, x in self.incoming.items() if x.handoff.source == name]:
             self._fail(handoff_id, reason if name in reason else f"{name}: {reason}", retry=True)
 
-    def drop(self, handoff_id: str, reason: str) -> bool:
-        """The caller has cancelled the request: frees a reservation and tells the source. False if
-        there is none."""
-        if handoff_id not in self.incoming:
-            return False
-        self._fail(handoff_id, reason, retry=False)
-        return True
+    def drop(self, attempt: AttemptId, reason: str) -> None:
+        """The caller has cancelled the request: frees the reservations of all tries and tells their
+        sources."""
+        for handoff_id in [i for i in self.incoming if i.attempt == attempt]:
+            self._fail(handoff_id, reason, retry=False)
 
-    def drop_request(self, key: str, reason: str) -> None:
-        """drop() for every try of an attempt."""
-        for handoff_id in [i for i in self.incoming if i.rpartition("/")[0] == key]:
-            self.drop(handoff_id, reason)
+    def drop_all(self, reason: str) -> None:
+        """Nobody wants any of it."""
+        for handoff_id in list(self.incoming):
+            self._fail(handoff_id, reason, retry=False)
 
     def _on_message(self, name: str, message: Message) -> None:
-        match message.kind:
-            case "reserve":
-                self._reserve(name, message)
-            case "pages":
-                self._arriving.append(message)
-                for handoff_id, *_ in message.body["segments"]:
-                    self._touch(handoff_id)
-            case "deliver":
-                if self._touch(message.handoff_id):
-                    self.incoming[message.handoff_id].state = message.body["state"]
+        body = message.body
+        match body:
+            case Reserve():
+                self._reserve(name, body)
+            case Pages():
+                self._check_segments(name, message)
+                self._arriving.append((name, message))
+                for handoff_id in {segment.handoff for segment in body.segments}:
+                    self._touch(name, handoff_id)
+            case Deliver():
+                if self._touch(name, body.handoff):
+                    self.incoming[body.handoff].state = body.state
                 else:
-                    self._answer_late(name, message.handoff_id)
-            case "cancel":
-                self._cancel(message.handoff_id, message.body["reason"])
+                    self._answer_late(name, body.handoff)
+            case Cancel():
+                self._cancel(name, body.handoff, body.reason)
             case _:
-                self.counters["unknown"] += 1
+                raise ValueError(f"a completion engine is sent no {type(body).__name__}")
 
-    def _reserve(self, name: str, message: Message) -> None:
-        handoff_id, body, now = message.handoff_id, message.body, self.clock()
-        if handoff_id in self.incoming:  # asked twice: answered twice
-            self._reply(name, "granted", handoff_id, rank=self.incoming[handoff_id].rank)
+    def _check_segments(self, name: str, message: Message) -> None:
+        """Raises ValueError for rows that the payload has not, and for pages nobody reserved."""
+        pages, payload = message.body, message.payload
+        if payload is None:
+            raise ValueError("pages without a payload")
+        for s in pages.segments:
+            if s.row + s.count > payload.count:
+                raise ValueError(f"{s}: the payload has {payload.count} rows")
+            incoming = self._of(name, s.handoff)
+            if incoming is None:
+                continue
+            limit = incoming.states if pages.kind == "states" else incoming.pages
+            if s.first + s.count > limit:
+                raise ValueError(f"{s}: {limit} {pages.kind} are reserved for it")
+
+    def _of(self, name: str, handoff_id: HandoffId) -> Incoming | None:
+        """A live hand-over of this peer; ValueError for another one's."""
+        incoming = self.incoming.get(handoff_id)
+        if incoming is not None and incoming.handoff.source != name:
+            raise ValueError(f"hand-over {handoff_id} is {incoming.handoff.source}'s")
+        return incoming
+
+    def _reserve(self, name: str, body: Reserve) -> None:
+        handoff_id, now = body.handoff, self.clock()
+        known = self._of(name, handoff_id)
+        if known is not None:  # asked twice: answered twice
+            self._reply(name, Granted(handoff_id, known.rank))
             return
         if self._ended.get(handoff_id) is not None:
             self._answer_late(name, handoff_id)
             return
         try:
-            rank = self.port.reserve(handoff_id, body["request"])
+            rank = self.port.reserve(handoff_id, body.request, body.pages, body.states)
         except Refused as refused:
             self.counters["refused"] += 1
-            self._reply(name, "refused", handoff_id, reason=refused.reason, retry=refused.retry)
+            self._reply(name, Refusal(handoff_id, refused.reason, refused.retry))
             return
-        handoff = Handoff(
-            handoff_id,
-            name,
-            self.name,
-            now + self.config.timeout,
-            times={HandoffState.RESERVED: now},
-        )
-        self.incoming[handoff_id] = Incoming(
-            handoff, self.links[name], body["pages"], body["states"], rank
-        )
-        self._reply(name, "granted", handoff_id, rank=rank)
+        deadline, times = now + self.config.timeout, {HandoffState.RESERVED: now}
+        handoff = Handoff(handoff_id, name, self.name, deadline, times=times)
+        self.incoming[handoff_id] = Incoming(handoff, body.pages, body.states, rank)
+        self._reply(name, Granted(handoff_id, rank))
 
-    def _touch(self, handoff_id: str) -> bool:
+    def _touch(self, name: str, handoff_id: HandoffId) -> bool:
         """Progress of a live hand-over; False for one that has ended or never began."""
-        incoming = self.incoming.get(handoff_id)
+        incoming = self._of(name, handoff_id)
         if incoming is None:
             self.counters["late"] += 1
             return False
@@ -197,63 +213,69 @@ class Receiver:
         return True
 
     def _write_arrived(self) -> None:
-        waiting = []
-        for message in self._arriving:
-            if not message.payload.ready():
-                waiting.append(message)
-                continue
-            segments = [tuple(s) for s in message.body["segments"]]
-            live = {s[0] for s in segments if s[0] in self.incoming}
-            if live:
-                self.port.write(message.body["kind"], message.payload, segments, live)
-            for handoff_id, first, count, _ in segments:
-                if handoff_id not in live:
-                    continue
-                if message.body["kind"] == "states":
-                    self.incoming[handoff_id].states_written = 1
-                else:
-                    self.incoming[handoff_id].written.update(range(first, first + count))
-        self._arriving = waiting
+        arriving, self._arriving = self._arriving, []
+        for name, message in arriving:
+            if message.payload.ready():
+                self._write(message)
+            else:
+                self._arriving.append((name, message))
 
-    def _enqueue(self, handoff_id: str, incoming: Incoming, now: float) -> None:
+    def _write(self, message: Message) -> None:
+        pages = message.body
+        segments = [s for s in pages.segments if s.handoff in self.incoming]
+        if segments:
+            self.port.write(pages.kind, message.payload, segments)
+        for s in segments:
+            incoming = self.incoming[s.handoff]
+            if pages.kind == "states":
+                incoming.states_written = 1
+            else:
+                incoming.written.update(range(s.first, s.first + s.count))
+
+    def _enqueue(self, handoff_id: HandoffId, incoming: Incoming, now: float) -> None:
         incoming.handoff.advance(HandoffState.DELIVERED, now)
-        if self.port.enqueue(handoff_id, incoming.state):
-            incoming.handoff.complete(HandoffState.ACKED, now)
-            del self.incoming[handoff_id]
-            self._ended.add(handoff_id, "acked")
-            self.counters["acked"] += 1
-            self._reply(incoming.handoff.source, "ack", handoff_id)
-        else:
+        try:
+            enqueued = self.port.enqueue(handoff_id, incoming.state)
+        except ValueError as error:  # what it delivered does not fit what it reserved
+            self._fail(handoff_id, f"{incoming.handoff.source} delivered: {error}", retry=False)
+            return
+        if not enqueued:
             self._end(handoff_id, "aborted", retry=False)
+            return
+        incoming.handoff.complete(HandoffState.ACKED, now)
+        del self.incoming[handoff_id]
+        self._ended.add(handoff_id, "acked")
+        self.counters["acked"] += 1
+        self._reply(incoming.handoff.source, Ack(handoff_id))
 
-    def _cancel(self, handoff_id: str, reason: str) -> None:
-        if handoff_id in self.incoming:
-            self.port.release(handoff_id, reason)
-            self.incoming.pop(handoff_id).handoff.complete(
-                HandoffState.FAILED, self.clock(), reason
-            )
+    def _cancel(self, name: str, handoff_id: HandoffId, reason: str) -> None:
+        incoming = self._of(name, handoff_id)
+        if incoming is not None:
+            self.port.release(handoff_id)
+            del self.incoming[handoff_id]
+            incoming.handoff.complete(HandoffState.FAILED, self.clock(), reason)
         elif self._ended.get(handoff_id) == "acked":
-            self.port.abort(handoff_id, reason)
+            self.port.abort(handoff_id)
         self._ended.add(handoff_id, reason)
 
-    def _fail(self, handoff_id: str, reason: str, retry: bool) -> None:
-        self.port.release(handoff_id, reason)
+    def _fail(self, handoff_id: HandoffId, reason: str, retry: bool) -> None:
+        self.port.release(handoff_id)
         self._end(handoff_id, reason, retry)
 
-    def _end(self, handoff_id: str, reason: str, retry: bool) -> None:
+    def _end(self, handoff_id: HandoffId, reason: str, retry: bool) -> None:
         incoming = self.incoming.pop(handoff_id)
         incoming.handoff.complete(HandoffState.FAILED, self.clock(), reason)
         self._ended.add(handoff_id, reason)
         self.counters["failed"] += 1
-        self._reply(incoming.handoff.source, "failed", handoff_id, reason=reason, retry=retry)
+        self._reply(incoming.handoff.source, Failed(handoff_id, reason, retry))
 
-    def _answer_late(self, name: str, handoff_id: str) -> None:
+    def _answer_late(self, name: str, handoff_id: HandoffId) -> None:
         ended = self._ended.get(handoff_id) or "unknown hand-over"
         if ended == "acked":
-            self._reply(name, "ack", handoff_id)
+            self._reply(name, Ack(handoff_id))
         else:
-            self._reply(name, "failed", handoff_id, reason=ended, retry=True)
+            self._reply(name, Failed(handoff_id, ended, retry=True))
 
-    def _reply(self, name: str, kind: str, handoff_id: str, **body: Any) -> None:
+    def _reply(self, name: str, body: AnyBody) -> None:
         if name in self.links:
-            self.links[name].send(Message(kind, handoff_id, body))
+            self.links[name].send(Message(body))

@@ -1,72 +1,75 @@
 """The prompt engine's side of hand-overs: `Sender`, the state machine that owns a request until it
 is acknowledged.
 
-Driven by its engine's loop: `pump()` reads the links, moves every hand-over as far as it goes and
-applies deadlines; nothing waits and nothing runs on its own. What the engine does with blocks is
-behind `SourcePort`, so the same code is tested with fake engines and clocks. See handoff.py for the
-messages and the table of states.
+What the engine does with blocks is behind `SourcePort`, who gets a request behind `Placement`, so
+the same code is tested with fake engines and clocks. See protocol.py for the states and messages.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from deepinfer_jax.disagg.messages import (
+    Ack,
+    Cancel,
+    Deliver,
+    Failed,
+    Granted,
+    Link,
+    Message,
+    PayloadKind,
+    Refusal,
+    Reserve,
+)
 from deepinfer_jax.disagg.protocol import (
     Handoff,
     HandoffConfig,
     HandoffState,
-    Link,
-    Message,
-    PeerLost,
-    Tombstones,
+    Placement,
 )
+from deepinfer_jax.disagg.side import HandoverSide
+from deepinfer_jax.engine.request_state import RequestState
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PageRange:
+    """`count` pages of a hand-over from page `first` on (of its state rows: the only one), for the
+    target's rank."""
+
+    handoff: HandoffId
+    first: int
+    count: int
+    rank: int
+
+
 class SourcePort(Protocol):
-    """What a Sender asks of its engine. key: the attempt id that was offered."""
+    """What a Sender asks of its engine."""
 
-    def choose_target(self, key: str, exclude: set[str]) -> str | None:
-        """A link's name, or None while no completion engine has room."""
-        ...
-
-    def unchoose_target(self, key: str, target: str) -> None:
-        """That target will not get it."""
-        ...
-
-    def ready_pages(self, key: str) -> int:
+    def ready_pages(self, attempt: AttemptId) -> int:
         """Leading pages whose KV is computed, or enqueued on the device."""
         ...
 
-    def send_pages(self, link: Link, batch: list[tuple[str, str, int, int, int]]) -> None:
-        """Enqueues one transfer of (handoff id, key, first page, count, target rank) ranges; sends
-        "pages" messages."""
+    def send_payloads(self, link: Link, kind: PayloadKind, ranges: list[PageRange]) -> None:
+        """Enqueues the transfers; sends `Pages` messages."""
         ...
 
-    def send_states(self, link: Link, batch: list[tuple[str, str, int]]) -> None:
-        """The same for the state rows of (handoff id, key, target rank)."""
-        ...
-
-    def handed_over(self, key: str, target: str) -> None:
-        """Acknowledged: the blocks may be reused."""
-        ...
-
-    def hand_over_failed(self, key: str, reason: str, retry: bool) -> None:
-        """No completion engine will take this attempt. retry: computing it again elsewhere may
-        help."""
+    def forget(self, attempt: AttemptId, error: str | None) -> None:
+        """The request is not this engine's any more, and its blocks may be reused. error: why
+        nobody took it over; None: it has been handed over."""
         ...
 
 
 @dataclass(eq=False)
 class Outgoing:
-    key: str
-    request: dict[str, Any]
+    attempt: AttemptId
+    request: RequestState
     pages: int
     states: int
     tries: int = 0
@@ -76,84 +79,82 @@ class Outgoing:
     rank: int = 0
     sent: int = 0
     states_sent: bool = False
-    state: dict[str, Any] | None = None
+    state: RequestState | None = None
     next_ask: float = 0.0
     excluded: set[str] = field(default_factory=set)
 
     @property
-    def handoff_id(self) -> str:
-        return f"{self.key}/{self.tries}"
+    def handoff_id(self) -> HandoffId:
+        return self.attempt.handoff(self.tries)
+
+    @property
+    def deadline(self) -> float:
+        if self.handoff is not None:
+            return self.handoff.deadline
+        return self.next_ask if self.target is None else self.asked_until
+
+    def restart(self, next_ask: float) -> None:
+        """Another target may get it: the KV is still here."""
+        self.target = self.handoff = None
+        self.sent, self.states_sent, self.next_ask = 0, False, next_ask
 
 
-class Sender:
+class Sender(HandoverSide):
     """Hand-overs of one prompt engine, to any number of completion engines."""
 
     def __init__(
         self,
         port: SourcePort,
+        placement: Placement,
         name: str,
         config: HandoffConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):
-        self.port, self.name, self.config, self.clock = port, name, config or HandoffConfig(), clock
-        self.links: dict[str, Link] = {}
-        self.outgoing: dict[str, Outgoing] = {}
-        self._ended = Tombstones()
-        self.counters: Counter[str] = Counter()
+    ) -> None:
+        super().__init__(name, config, clock)
+        self.port, self.placement = port, placement
+        self.outgoing: dict[AttemptId, Outgoing] = {}
         self.lost = "no completion engine was ever connected"  # why the last link went
         self.seconds: list[float] = []  # reserve to acknowledgement, newest last
 
-    def connect(self, link: Link) -> None:
-        self.links[link.peer] = link
+    def offer(self, attempt: AttemptId, request: RequestState, pages: int, states: int = 0) -> None:
+        """A request is about to be prefilled: ask a completion engine for room. request: without
+        outputs. pages: of its prompt. states: its rows of state caches, 0 or 1."""
+        if attempt in self.outgoing:
+            raise ValueError(f"request {attempt}: it is offered already")
+        self.outgoing[attempt] = Outgoing(attempt, request, pages, states)
 
-    def offer(self, key: str, request: dict[str, Any], pages: int, states: int = 0) -> None:
-        """A request is about to be prefilled: ask a completion engine for room. request:
-        RequestState without outputs."""
-        if key in self.outgoing:
-            raise ValueError(f"request {key!r} is offered already")
-        self.outgoing[key] = Outgoing(key, request, pages, states)
-
-    def prefilled(self, key: str, state: dict[str, Any]) -> None:
+    def prefilled(self, attempt: AttemptId, state: RequestState) -> None:
         """Its first token is sampled; `state` goes with the last pages."""
-        self.outgoing[key].state = state
+        self.outgoing[attempt].state = state
 
-    def cancel(self, key: str, reason: str) -> bool:
+    def cancel(self, attempt: AttemptId, reason: str) -> bool:
         """Aborted, or ended with its first token: the target, if any, is told to free what it
         holds. False if unknown."""
-        out = self.outgoing.pop(key, None)
+        out = self.outgoing.pop(attempt, None)
         if out is None:
             return False
         self._withdraw(out, reason)
         return True
 
     @property
+    def num_open(self) -> int:
+        return len(self.outgoing)
+
+    @property
     def next_deadline(self) -> float | None:
-        """When pump() has something to do even if no message comes."""
-        times = [
-            o.handoff.deadline if o.handoff else o.asked_until if o.target else o.next_ask
-            for o in self.outgoing.values()
-        ]
-        return min(times, default=None)
+        return min((o.deadline for o in self.outgoing.values()), default=None)
 
     def pump(self) -> None:
         """Reads links, asks for room, sends what is ready, applies deadlines."""
-        for name in list(self.links):
-            self._read(name)
+        self._read_links()
         now = self.clock()
         for out in list(self.outgoing.values()):
-            if out.handoff is not None and now >= out.handoff.deadline:
-                self._failed(
-                    out,
-                    f"{out.target}: no progress of the hand-over within {self.config.timeout} s",
-                    True,
-                )
-            elif out.handoff is None and out.target is not None and now >= out.asked_until:
-                self._failed(
-                    out,
-                    f"{out.target}: no answer to a reservation within {self.config.timeout} s",
-                    True,
-                )
-            if out.target is None and out.key in self.outgoing and now >= out.next_ask:
+            if out.target is not None and now >= out.deadline:
+                what = "no answer to a reservation"
+                if out.handoff is not None:
+                    what = "no progress of the hand-over"
+                self._failed(out, f"{out.target}: {what} within {self.config.timeout} s", True)
+            if out.target is None and out.attempt in self.outgoing and now >= out.next_ask:
                 self._ask(out, now)
         self._send(now)
 
@@ -168,121 +169,111 @@ class Sender:
         if not self.links:
             self._give_up(out, f"no completion engine is left: {self.lost}", False)
             return
-        target = self.port.choose_target(out.key, out.excluded)
+        target = self.placement.assign_decode(out.attempt, out.excluded)
         if target is None:  # back-pressure: everybody may be asked again
             out.excluded.clear()
             out.next_ask = now + self.config.retry_delay
             return
         if target not in self.links:
-            self.port.unchoose_target(out.key, target)
+            self.placement.release_decode(out.attempt, target)
             out.excluded.add(target)
             out.next_ask = now + self.config.retry_delay
             return
         out.tries += 1
         out.target, out.asked_until = target, now + self.config.timeout
-        body = {"request": out.request, "pages": out.pages, "states": out.states}
-        self.links[target].send(Message("reserve", out.handoff_id, body))
+        reserve = Reserve(out.handoff_id, out.request, out.pages, out.states)
+        self.links[target].send(Message(reserve))
 
     def _send(self, now: float) -> None:
-        pages: dict[str, list] = {}
-        states: dict[str, list] = {}
+        pages: dict[str, list[PageRange]] = {}
+        states: dict[str, list[PageRange]] = {}
         ready: list[Outgoing] = []
         for out in self.outgoing.values():
             if out.handoff is None or out.handoff.state is HandoffState.DELIVERED:
                 continue
-            count = min(self.port.ready_pages(out.key), out.pages) - out.sent
+            count = min(self.port.ready_pages(out.attempt), out.pages) - out.sent
             if count > 0:
-                if out.handoff.state is HandoffState.RESERVED:
-                    out.handoff.advance(HandoffState.PREPARED, now)
-                if out.handoff.state is HandoffState.PREPARED:
-                    out.handoff.advance(HandoffState.SENDING, now)
-                pages.setdefault(out.target, []).append(
-                    (out.handoff_id, out.key, out.sent, count, out.rank)
-                )
+                self._start_sending(out.handoff, now)
+                part = PageRange(out.handoff_id, out.sent, count, out.rank)
+                pages.setdefault(out.target, []).append(part)
                 out.sent += count
             if out.sent == out.pages and out.states and not out.states_sent:
-                states.setdefault(out.target, []).append((out.handoff_id, out.key, out.rank))
+                row = PageRange(out.handoff_id, 0, 1, out.rank)
+                states.setdefault(out.target, []).append(row)
                 out.states_sent = True
             if out.sent == out.pages and out.state is not None:
                 ready.append(out)
-            if (
-                count > 0 or out.state is None
-            ):  # computing is progress of the source: only the target can be late
+            if count > 0 or out.state is None:
+                # computing is progress of the source: only the target can be late
                 out.handoff.deadline = now + self.config.timeout
-        for name, batch in pages.items():
-            self.port.send_pages(self.links[name], batch)
-        for name, batch in states.items():
-            self.port.send_states(self.links[name], batch)
+        for name, ranges in pages.items():
+            self.port.send_payloads(self.links[name], "blocks", ranges)
+        for name, ranges in states.items():
+            self.port.send_payloads(self.links[name], "states", ranges)
         for out in ready:
-            self.links[out.target].send(Message("deliver", out.handoff_id, {"state": out.state}))
+            self.links[out.target].send(Message(Deliver(out.handoff_id, out.state)))
             out.handoff.advance(HandoffState.DELIVERED, now, now + self.config.timeout)
 
-    def _read(self, name: str) -> None:
-        try:
-            messages = self.links[name].poll()
-        except PeerLost as lost:
-            self.peer_lost(name, str(lost))
-            return
-        for message in messages:
-            self._on_message(name, message)
+    def _start_sending(self, handoff: Handoff, now: float) -> None:
+        if handoff.state is HandoffState.RESERVED:
+            handoff.advance(HandoffState.PREPARED, now)
+        if handoff.state is HandoffState.PREPARED:
+            handoff.advance(HandoffState.SENDING, now)
 
     def _on_message(self, name: str, message: Message) -> None:
-        key = message.handoff_id.rpartition("/")[0]
-        out = self.outgoing.get(key)
-        if out is None or out.handoff_id != message.handoff_id or out.target != name:
-            self.counters["late"] += 1
-            taken = self._ended.get(message.handoff_id) == "acked"
-            if (
-                message.kind == "granted" and not taken and name in self.links
-            ):  # room nobody will use
-                self.links[name].send(
-                    Message("cancel", message.handoff_id, {"reason": "no longer needed"})
-                )
+        body = message.body
+        if not isinstance(body, Granted | Refusal | Ack | Failed):
+            raise ValueError(f"a prompt engine is sent no {type(body).__name__}")
+        out = self.outgoing.get(body.handoff.attempt)
+        if out is None or out.handoff_id != body.handoff or out.target != name:
+            self._late(name, body)
             return
-        now = self.clock()
-        match message.kind:
-            case "granted" if out.handoff is None:
-                out.rank = message.body["rank"]
-                out.handoff = Handoff(
-                    message.handoff_id,
-                    self.name,
-                    name,
-                    now + self.config.timeout,
-                    times={HandoffState.RESERVED: now},
-                )
-            case "refused" if out.handoff is None:
-                self._refused(out, message.body, now)
-            case "ack" if out.handoff is not None and out.handoff.state is HandoffState.DELIVERED:
-                out.handoff.complete(HandoffState.ACKED, now)
-                del self.outgoing[key]
-                self._ended.add(message.handoff_id, "acked")
-                self.counters["acked"] += 1
-                self.seconds.append(now - out.handoff.times[HandoffState.RESERVED])
-                del self.seconds[:-4096]
-                self.port.handed_over(key, name)
-            case "failed":
-                self._failed(
-                    out, f"{name}: {message.body['reason']}", message.body["retry"], tell=False
-                )
+        now, delivered = self.clock(), HandoffState.DELIVERED
+        match body:
+            case Granted() if out.handoff is None:
+                out.rank = body.rank
+                deadline, times = now + self.config.timeout, {HandoffState.RESERVED: now}
+                out.handoff = Handoff(body.handoff, self.name, name, deadline, times=times)
+            case Refusal() if out.handoff is None:
+                self._refused(out, body, now)
+            case Ack() if out.handoff is not None and out.handoff.state is delivered:
+                self._acknowledged(out, now)
+            case Failed():
+                self._failed(out, f"{name}: {body.reason}", body.retry, tell=False)
             case _:
                 self.counters["duplicate"] += 1
 
-    def _refused(self, out: Outgoing, body: dict[str, Any], now: float) -> None:
+    def _late(self, name: str, body: Granted | Refusal | Ack | Failed) -> None:
+        self.counters["late"] += 1
+        taken = self._ended.get(body.handoff) == "acked"
+        if isinstance(body, Granted) and not taken and name in self.links:  # room nobody will use
+            self.links[name].send(Message(Cancel(body.handoff, "no longer needed")))
+
+    def _acknowledged(self, out: Outgoing, now: float) -> None:
+        out.handoff.complete(HandoffState.ACKED, now)
+        del self.outgoing[out.attempt]
+        self._ended.add(out.handoff_id, "acked")
+        self.counters["acked"] += 1
+        self.seconds.append(now - out.handoff.times[HandoffState.RESERVED])
+        del self.seconds[:-4096]
+        self.port.forget(out.attempt, None)
+        self.placement.handed_over(out.attempt, out.target)
+
+    def _refused(self, out: Outgoing, refusal: Refusal, now: float) -> None:
         self.counters["refused"] += 1
-        self.port.unchoose_target(out.key, out.target)
+        self.placement.release_decode(out.attempt, out.target)
         out.excluded.add(out.target)
-        if body["retry"]:
+        if refusal.retry:
             out.target, out.next_ask = None, now + self.config.retry_delay
         elif out.excluded >= self.links.keys():
-            self._give_up(out, f"{out.target}: {body['reason']}", False)
+            self._give_up(out, f"{out.target}: {refusal.reason}", False)
         else:
             out.target, out.next_ask = None, now
 
     def _failed(self, out: Outgoing, reason: str, retry: bool, tell: bool = True) -> None:
         """This try is over; the KV is still here, so another target may get it."""
-        target = out.target
         self._withdraw(out, reason, tell)
-        out.excluded.add(target)
+        out.excluded.add(out.target)
         self.counters["failed_tries"] += 1
         logger.warning("%s: hand-over %s failed: %s", self.name, out.handoff_id, reason)
         if not retry or out.tries >= self.config.max_tries or not self.links:
@@ -290,19 +281,19 @@ class Sender:
             return
         if out.excluded >= self.links.keys():
             out.excluded.clear()
-        out.target = out.handoff = None
-        out.sent, out.states_sent, out.next_ask = 0, False, self.clock() + self.config.retry_delay
+        out.restart(self.clock() + self.config.retry_delay)
 
     def _withdraw(self, out: Outgoing, reason: str, tell: bool = True) -> None:
         if out.target is None:
             return
         if tell and out.target in self.links:
-            self.links[out.target].send(Message("cancel", out.handoff_id, {"reason": reason}))
+            self.links[out.target].send(Message(Cancel(out.handoff_id, reason)))
         if out.handoff is not None:
             out.handoff.complete(HandoffState.FAILED, self.clock(), reason)
-        self.port.unchoose_target(out.key, out.target)
+        self.placement.release_decode(out.attempt, out.target)
 
     def _give_up(self, out: Outgoing, reason: str, retry: bool) -> None:
-        self.outgoing.pop(out.key, None)
+        self.outgoing.pop(out.attempt, None)
         self.counters["given_up"] += 1
-        self.port.hand_over_failed(out.key, reason, retry)
+        self.port.forget(out.attempt, reason)
+        self.placement.hand_over_failed(out.attempt, reason, retry)

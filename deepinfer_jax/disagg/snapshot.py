@@ -16,16 +16,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import msgspec
 
+from deepinfer_jax.config import EngineConfig
+from deepinfer_jax.disagg.completion_engine import CompletionEngine
+from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.disagg.split_request import CompletionPart, FannedOutRequest, unique_id
+from deepinfer_jax.disagg.worker import EngineWorker
+from deepinfer_jax.engine.admission import Admission
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.request_state import RequestState, logprob_entries
+from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.outputs import RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId, PartId, attempt_of, parse_id
 from deepinfer_jax.snapshot import files, job, records
 from deepinfer_jax.snapshot import restore as snapshot_restore
 from deepinfer_jax.snapshot.check import check
@@ -37,14 +44,22 @@ from deepinfer_jax.snapshot.records import (
     SnapshotRecord,
 )
 
-if TYPE_CHECKING:
-    from deepinfer_jax.disagg.deployment import DisaggregatedEngine
-
-Found = dict[str, tuple[int, CompletionRecord]]
+Found = dict[PartId, tuple[int, CompletionRecord]]
 """Part's id -> (progress, its record on the engine that is further)."""
 
 
-def take(pd: DisaggregatedEngine, folder: str | Path) -> job.SnapshotJob:
+class Deployment(Protocol):
+    """What a snapshot needs of a DisaggregatedEngine."""
+
+    coordinator: Coordinator
+    workers: dict[str, EngineWorker]
+    completion_engines: list[CompletionEngine]
+    config: EngineConfig
+    admission: Admission
+    seeds: SeedSource
+
+
+def take(pd: Deployment, folder: str | Path) -> job.SnapshotJob:
     """See `snapshot.job.take`."""
     taken = job.SnapshotJob(Path(folder).absolute())
     engines = _alive(pd)
@@ -54,7 +69,7 @@ def take(pd: DisaggregatedEngine, folder: str | Path) -> job.SnapshotJob:
 
     def timed() -> job.Capture:
         start = time.perf_counter()
-        with pd._lock:
+        with pd.coordinator.lock:
             captured = _capture(pd, engines)
         taken.pause = time.perf_counter() - start
         return captured
@@ -62,7 +77,7 @@ def take(pd: DisaggregatedEngine, folder: str | Path) -> job.SnapshotJob:
     return job.start_writing(taken, _hold(engines, timed))
 
 
-def _alive(pd: DisaggregatedEngine) -> list[LLMEngine]:
+def _alive(pd: Deployment) -> list[LLMEngine]:
     return [w.engine for w in pd.workers.values() if w.failed is None]
 
 
@@ -76,7 +91,7 @@ def _hold[T](engines: list[LLMEngine], call: Callable[[], T]) -> T:
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine]) -> job.Capture:
+def _capture(pd: Deployment, engines: list[LLMEngine]) -> job.Capture:
     found: Found = {}
     prefix, copies, base = [], [], Base()
     for engine in engines:
@@ -91,7 +106,7 @@ def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine]) -> job.Capture:
         identity=engines[0].kv_identity(),
         role="DISAGGREGATED",
         created=time.time(),
-        requests=[_record(pd, request, found) for request in pd._requests.values()],
+        requests=[_record(pd, request, found) for request in pd.coordinator.requests.values()],
         outputs=[records.record_output(o) for o in _undelivered(pd)],
         prefix=prefix,
         seeds=pd.seeds.state,
@@ -100,32 +115,35 @@ def _capture(pd: DisaggregatedEngine, engines: list[LLMEngine]) -> job.Capture:
     return job.Capture(record, copies)
 
 
-def _undelivered(pd: DisaggregatedEngine) -> list[RequestOutput]:
+def _undelivered(pd: Deployment) -> list[RequestOutput]:
     outputs = []
-    while not pd._outputs.empty():
-        outputs.append(pd._outputs.get())
+    while not pd.coordinator.outputs.empty():
+        outputs.append(pd.coordinator.outputs.get())
     for output in outputs:
-        pd._outputs.put(output)
+        pd.coordinator.outputs.put(output)
     return outputs
 
 
-def _take_part(pd: DisaggregatedEngine, request: RequestRecord, base: Base, found: Found) -> None:
+def _take_part(pd: Deployment, request: RequestRecord, base: Base, found: Found) -> None:
     """Keeps an engine's record of a part unless another engine's is further, or its attempt is
     over."""
-    attempt, _, handoff = request.request_id.partition("/")
-    part = pd._current(attempt)
+    output_of = parse_id(request.request_id)
+    is_handoff, part = (
+        isinstance(output_of, HandoffId),
+        pd.coordinator.current(attempt_of(output_of)),
+    )
     (completion,) = request.completions
     if part is None or completion.place is None:
         return
-    if handoff and part.answering not in (None, request.request_id):
+    if is_handoff and part.answering not in (None, output_of):
         return
     base.shift(completion.place)
-    progress = 2 * len(completion.state.output_token_ids) + bool(handoff)
+    progress = 2 * len(completion.state.output_token_ids) + is_handoff
     if part.id not in found or progress >= found[part.id][0]:
         found[part.id] = progress, completion
 
 
-def _record(pd: DisaggregatedEngine, request: FannedOutRequest, found: Found) -> RequestRecord:
+def _record(pd: Deployment, request: FannedOutRequest, found: Found) -> RequestRecord:
     completions = []
     for part in request.parts:
         if part.index in request.done:
@@ -144,11 +162,11 @@ def _record(pd: DisaggregatedEngine, request: FannedOutRequest, found: Found) ->
     )
 
 
-def _record_queued(pd: DisaggregatedEngine, part: CompletionPart) -> CompletionRecord:
+def _record_queued(pd: Deployment, part: CompletionPart) -> CompletionRecord:
     """A part that no engine has."""
     ids, limit = part.prompt_token_ids, pd.config.max_model_len
     state = RequestState(
-        request_id=part.id,
+        request_id=str(part.id),
         prompt_token_ids=ids,
         params=part.params.to_dict(),
         seed=part.seed,
@@ -162,15 +180,13 @@ def _record_queued(pd: DisaggregatedEngine, part: CompletionPart) -> CompletionR
     return CompletionRecord(index=part.index, state=state, place=place)
 
 
-def _record_done(
-    pd: DisaggregatedEngine, part: CompletionPart, output: RequestOutput
-) -> CompletionRecord:
+def _record_done(pd: Deployment, part: CompletionPart, output: RequestOutput) -> CompletionRecord:
     """A part whose final output has been merged already."""
     (o,) = output.outputs
     detokenizer = pd.admission.new_detokenizer(part.prompt_token_ids, part.params)
     text = {"text": o.text, "taken": len(o.text), "finished": True}
     state = RequestState(
-        request_id=part.id,
+        request_id=str(part.id),
         prompt_token_ids=part.prompt_token_ids,
         params=part.params.to_dict(),
         seed=part.seed,
@@ -190,7 +206,7 @@ def _record_done(
 # ---- back ----------------------------------------------------------------------------------------
 
 
-def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None) -> list[str]:
+def restore(pd: Deployment, folder: str | Path, step: int | None = None) -> list[str]:
     """See `snapshot.restore.restore`. Besides, ValueError for a request that has streamed tokens
     and lost its KV: they would come again."""
     if jax.process_count() > 1:
@@ -200,8 +216,8 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
     engine = pd.completion_engines[0]
     loaded.record.check_identity(engine.kv_identity(), f"snapshot {folder}")
     check(loaded, engine.model_config.vocab_size)
-    with pd._lock:
-        taken = [r.request_id for r in requests if pd.is_active(r.request_id)]
+    with pd.coordinator.lock:
+        taken = [r.request_id for r in requests if pd.coordinator.is_active(r.request_id)]
         if taken:
             raise ValueError(f"requests {taken} of the snapshot are already running here")
         for record in requests:
@@ -215,8 +231,8 @@ def restore(pd: DisaggregatedEngine, folder: str | Path, step: int | None = None
                 _forget(pd, record.request_id)
             raise
         for output in loaded.record.outputs:
-            pd._outputs.put(output)
-        pd._dispatch()
+            pd.coordinator.outputs.put(output)
+        pd.coordinator.dispatch()
     # without the lock: an engine may be waiting for it to report an output
     for name, mine in moved.items():
         part = msgspec.structs.replace(loaded.record, requests=mine, outputs=[], prefix=[])
@@ -243,9 +259,7 @@ def _refuse_streamed(record: RequestRecord, completion: CompletionRecord, why: s
         )
 
 
-def _adopt(
-    pd: DisaggregatedEngine, record: RequestRecord, moved: dict[str, list[RequestRecord]]
-) -> None:
+def _adopt(pd: Deployment, record: RequestRecord, moved: dict[str, list[RequestRecord]]) -> None:
     request = FannedOutRequest(
         record.request_id,
         record.prompt,
@@ -253,7 +267,7 @@ def _adopt(
         SamplingParams.from_dict(record.params),
     )
     request.unique_id = unique_id(request.request_id)
-    pd._requests[request.request_id] = request
+    pd.coordinator.requests[request.request_id] = request
     loaded = records.load_request(pd.completion_engines[0], record)
     for c, saved in zip(loaded.completions, record.completions, strict=True):
         part = CompletionPart(request, c.index, c.params, c.seed, loaded.metrics.arrival_time)
@@ -261,17 +275,17 @@ def _adopt(
         if saved.place is None:
             delta = c.params.output_kind is RequestOutputKind.DELTA
             ids, metrics = request.prompt_token_ids, loaded.metrics
-            output = RequestOutput(part.id, None, ids, None, [c.output(delta)], True, metrics)
+            output = RequestOutput(str(part.id), None, ids, None, [c.output(delta)], True, metrics)
             part.last = request.done[part.index] = output
             continue
-        pd._parts[part.id] = part
+        pd.coordinator.parts[part.id] = part
         attempt = _route(pd, record, saved, part)
         if attempt is not None:
-            part.answering = f"{attempt.attempt_id}/0"
+            part.answering, part.answerer = attempt.id.handoff(0), attempt.engine
             renamed = msgspec.structs.replace(saved, index=0)
             moved.setdefault(attempt.engine, []).append(
                 RequestRecord(
-                    request_id=part.answering,
+                    request_id=str(part.answering),
                     prompt=None,
                     params=saved.state.params,
                     completions=[renamed],
@@ -281,28 +295,28 @@ def _adopt(
 
 @dataclass(frozen=True)
 class _Resumed:
-    attempt_id: str
+    id: AttemptId
     engine: str  # the completion engine that goes on with it
 
 
 def _route(
-    pd: DisaggregatedEngine, record: RequestRecord, saved: CompletionRecord, part: CompletionPart
+    pd: Deployment, record: RequestRecord, saved: CompletionRecord, part: CompletionPart
 ) -> _Resumed | None:
     """Gives a part to the router: to a completion engine that goes on with its KV, or, None, to be
     prefilled again."""
     max_tokens = saved.place.max_len - len(part.prompt_token_ids)
     if saved.place.decoding:
-        resumed = pd.router.resume(part.id, part.prompt_token_ids, max_tokens)
+        resumed = pd.coordinator.router.adopt(part.id, part.prompt_token_ids, max_tokens)
         if resumed is not None:
             return _Resumed(*resumed)
         _refuse_streamed(record, saved, "no completion engine has room for it")
-    pd.router.add(part.id, part.prompt_token_ids, max_tokens)
+    pd.coordinator.router.add(part.id, part.prompt_token_ids, max_tokens)
     return None
 
 
-def _forget(pd: DisaggregatedEngine, request_id: str) -> None:
+def _forget(pd: Deployment, request_id: str) -> None:
     """Takes back what `_adopt` has done for a request, if anything; no engine knows of it yet."""
-    request = pd._requests.pop(request_id, None)
+    request = pd.coordinator.requests.pop(request_id, None)
     for part in request.parts if request is not None else ():
-        pd._parts.pop(part.id, None)
-        pd.router.cancel(part.id)
+        pd.coordinator.parts.pop(part.id, None)
+        pd.coordinator.router.cancel(part.id)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId, PartId
 
 _PROCESS = os.urandom(3).hex()
 _serial = itertools.count()
@@ -19,38 +19,43 @@ _serial = itertools.count()
 
 def unique_id(request_id: str) -> str:
     """A name that no request of any process has had: an id that is used again must not find its old
-    hand-over's "success". Without the characters that attempt and hand-over ids are put together
-    with."""
-    return f"{re.sub('[#@/]', '_', request_id)}#{_PROCESS}-{next(_serial)}"
+    hand-over's "success"."""
+    return f"{request_id}#{_PROCESS}-{next(_serial)}"
 
 
 @dataclass(eq=False)
 class CompletionPart:
-    """One completion. answering: the hand-over id whose outputs the caller is given, once one has
-    made any."""
+    """One completion. answering: the hand-over whose outputs the caller is given, once one has made
+    any. answerer: the engine that makes them."""
 
     request: FannedOutRequest
     index: int
     params: SamplingParams
     seed: int
     arrival_time: float
-    answering: str | None = None
+    answering: HandoffId | None = None
+    answerer: str | None = None
     last: RequestOutput | None = None
 
     @property
-    def id(self) -> str:
-        return f"{self.request.unique_id}.{self.index}"
+    def id(self) -> PartId:
+        return PartId(self.request.unique_id, self.index)
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
 
-    def accepts(self, output_id: str) -> bool:
+    def restart(self) -> None:
+        """Another attempt begins; the caller has been given nothing."""
+        self.answering = self.answerer = None
+
+    def accepts(self, output_of: AttemptId | HandoffId, engine: str) -> bool:
         """Whether the caller may see this output: only one hand-over of an attempt answers."""
-        if "/" not in output_id:  # from the prompt engine: the first token
+        if isinstance(output_of, AttemptId):  # from the prompt engine: the first token
             return self.answering is None
-        self.answering = self.answering or output_id
-        return self.answering == output_id
+        if self.answering is None:
+            self.answering, self.answerer = output_of, engine
+        return self.answering == output_of and self.answerer == engine
 
     def ended(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
         """A final output without an engine's: what was reported last, and why it ended."""
@@ -62,7 +67,7 @@ class CompletionPart:
         completion.finish_reason, completion.stop_reason = finish_reason, stop_reason
         metrics = RequestMetrics(self.arrival_time) if self.last is None else self.last.metrics
         return RequestOutput(
-            self.id, None, self.prompt_token_ids, None, [completion], True, metrics
+            str(self.id), None, self.prompt_token_ids, None, [completion], True, metrics
         )
 
 

@@ -1,4 +1,4 @@
 """Messages between processes and the client of a router.
 
-Imports: engine, text, models, outputs, sampling_params.
+Imports: engine, text, models, scheduler.routing, outputs, sampling_params.
 """

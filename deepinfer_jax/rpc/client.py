@@ -20,22 +20,15 @@ from deepinfer_jax.engine.admission import Admission, PromptInput, RequestLimits
 from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.rpc import messages as wire
-from deepinfer_jax.rpc.hub import Channel, Hub, HubConfig
+from deepinfer_jax.rpc.channel import Channel, HubConfig
+from deepinfer_jax.rpc.endpoint import as_endpoint
+from deepinfer_jax.rpc.hub import Hub
 from deepinfer_jax.rpc.security import Security
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 
 WAIT_SECONDS = 0.2
 """Seconds step() waits for outputs."""
 REDIAL_SECONDS = 0.5
-
-
-def as_endpoint(address: str) -> str:
-    """ "host:port" -> "tcp://host:port"; ValueError for anything else."""
-    endpoint = address if address.startswith("tcp://") else f"tcp://{address}"
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"an address must look like host:port, got {address!r}")
-    return endpoint
 
 
 class RouterConnection:
@@ -52,10 +45,10 @@ class RouterConnection:
         self.inbox: queue.SimpleQueue[wire.WireMessage] = queue.SimpleQueue()
         self.lost_reason: str | None = None
         self._event = threading.Event()
-        self._info: dict[str, Any] = {}
+        self._model: wire.ModelInfo | None = None
         self._final = False
 
-    def connect(self, timeout: float, need_model: bool = True) -> dict[str, Any]:
+    def connect(self, timeout: float, need_model: bool = True) -> wire.ModelInfo | None:
         """Returns what the router says of the deployment's model; waits for the router and, with
         need_model, for an engine.
 
@@ -71,8 +64,8 @@ class RouterConnection:
             self.hub.dial(self.router, wire.Hello(wire.PROTOCOL, "client", name), self)
             self._event.wait(max(0.0, deadline - time.monotonic()))
             if self.lost_reason is None and self.channel is not None:
-                if self._info or not need_model:
-                    return self._info
+                if self._model is not None or not need_model:
+                    return self._model
                 self.channel.close("will ask again")
                 self.channel = None
             reason = self.lost_reason or "no engine has joined it"
@@ -94,7 +87,7 @@ class RouterConnection:
     # ---- Handler ---------------------------------------------------------------------------------
 
     def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        self.channel, self._info = channel, welcome.info
+        self.channel, self._model = channel, welcome.model
         self._event.set()
 
     def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
@@ -125,14 +118,14 @@ class RemoteEngine:
         self.connection = RouterConnection(router, secret, hub)
         info = self.connection.connect(connect_timeout)
         self.info = info
-        self.tokenizer = _find_tokenizer(tokenizer or model, info["model"])
+        self.tokenizer = _find_tokenizer(tokenizer or model, info.model)
         limits = RequestLimits(
-            vocab_size=info["vocab_size"],
-            max_model_len=info["max_model_len"],
-            max_logprobs=info["max_logprobs"],
-            enable_penalties=info["enable_penalties"],
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_logprobs=info.max_logprobs,
+            enable_penalties=info.enable_penalties,
         )
-        self.admission = Admission(limits, self.tokenizer, info["eos_token_ids"], SeedSource(None))
+        self.admission = Admission(limits, self.tokenizer, info.eos_token_ids, SeedSource(None))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._requests: dict[str, _Sent] = {}  # by our id on the wire
@@ -159,9 +152,8 @@ class RemoteEngine:
             self.admission.check(request_id, params, self._wire_ids)
             text, ids = self.admission.tokenize(request_id, prompt)
             arrival = time.time() if arrival_time is None else arrival_time
-            if (
-                len(ids) >= self.admission.limits.max_model_len
-            ):  # as an engine does: ended at once, no error
+            if len(ids) >= self.admission.limits.max_model_len:
+                # as an engine does: ended at once, no error
                 completions = [
                     CompletionOutput(i, "", [], finish_reason="prompt_length_exceeded")
                     for i in range(params.n)

@@ -8,21 +8,20 @@ told why, and whoever wants another one dials again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from deepinfer_jax.rpc import messages as wire
+from deepinfer_jax.rpc.alarm import Alarm
+from deepinfer_jax.rpc.channel import Accept, Channel, Handler, HubConfig, NotNow, frame_size
 from deepinfer_jax.rpc.security import Security, stop_authenticator
 
 logger = logging.getLogger(__name__)
@@ -48,76 +47,6 @@ _ENDINGS = {
 _FINAL = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 
-@dataclass(frozen=True)
-class HubConfig:
-    """heartbeat, peer_timeout, connect_timeout: seconds. max_frame, max_queued_bytes: bytes;
-    max_queued: messages per channel."""
-
-    heartbeat: float = 0.5
-    peer_timeout: float = 5.0
-    connect_timeout: float = 10.0
-    max_frame: int = 1 << 30
-    max_queued: int = 65536
-    max_queued_bytes: int = 4 << 30
-
-    def __post_init__(self) -> None:
-        if not 0 < self.heartbeat < self.peer_timeout:
-            raise ValueError(
-                f"need 0 < heartbeat < peer_timeout, got {self.heartbeat} and {self.peer_timeout}"
-            )
-
-
-class Handler(Protocol):
-    """Told, in the hub's thread, what happens on a channel. None of these may wait."""
-
-    def opened(self, channel: Channel, welcome: wire.Welcome) -> None:
-        """Dialling side only."""
-        ...
-
-    def message(
-        self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]
-    ) -> None: ...
-
-    def lost(self, channel: Channel, reason: str, final: bool) -> None:
-        """The channel has ended. final: the other side refused for good. Not called for one's own
-        close()."""
-        ...
-
-
-class Channel:
-    """One end of a conversation. `send` and `close` may be called from any thread."""
-
-    def __init__(self, hub: Hub, socket: zmq.Socket, identity: bytes | None, label: str) -> None:
-        self.hub, self.socket, self.identity = hub, socket, identity
-        self.peer = label
-        self.session = ""
-        self.handler: Handler | None = None
-        self.monitor: zmq.Socket | None = None
-        self.is_open = self.closed = False
-        self.last_seen = hub.clock()
-        self.last_ping = 0.0
-        self.peer_ping = wire.Ping()
-        self.queue: deque[list[Any]] = deque()
-        self.queued_bytes = 0
-
-    def send(self, message: wire.WireMessage, frames: Sequence[Any] = ()) -> None:
-        """Enqueues; a closed channel swallows it (its handler has been told)."""
-        if not self.closed:
-            self.hub._post_message(self, [wire.encode(message), *frames])
-
-    def close(self, reason: str = "closed", final: bool = False) -> None:
-        """Tells the other side why and forgets it."""
-        self.hub.call(lambda: self.hub._close(self, reason, final))
-
-
-class NotNow(ValueError):
-    """A refusal that may not last: the other side should ask again."""
-
-
-Accept = Callable[[Channel, wire.Hello], wire.Welcome]
-"""Sets channel.handler and returns the welcome; raises ValueError to refuse."""
-
-
 class Hub:
     """The thread and its sockets. on_ping: what this process reports of itself with every
     heartbeat."""
@@ -138,7 +67,7 @@ class Hub:
             clock,
         )
         self.context = zmq.Context()
-        self.counters = {"garbage": 0, "refused": 0, "lost": 0}
+        self.counters = {"garbage": 0, "refused": 0, "lost": 0, "faults": 0}
         self._poller = zmq.Poller()
         self._servers: dict[zmq.Socket, tuple[Accept, dict[bytes, Channel]]] = {}
         self._dialled: dict[zmq.Socket, Channel] = {}
@@ -146,12 +75,9 @@ class Hub:
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[list[Any]] = []  # [next, every, function]
         self._backlog: set[Channel] = set()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._poller.register(self._wake_read, zmq.POLLIN)
-        self._signalled, self._wake_lock = False, threading.Lock()
-        self._stopping, self._ended, self._linger = False, False, 0.0
+        self._alarm = Alarm()
+        self._poller.register(self._alarm.fd, zmq.POLLIN)
+        self._stopping, self._linger = False, 0.0
         self.thread = threading.Thread(target=self._run, name=f"hub-{name}", daemon=True)
 
     # ---- from any thread -------------------------------------------------------------------------
@@ -179,7 +105,7 @@ class Hub:
     def call(self, function: Callable[[], None]) -> None:
         """Runs it in the hub's thread, after what was enqueued before."""
         self._calls.append(function)
-        self._signal()
+        self._alarm.ring()
 
     def every(self, seconds: float, function: Callable[[], None]) -> None:
         self.call(lambda: self._timers.append([self.clock(), seconds, function]))
@@ -193,21 +119,15 @@ class Hub:
         if self._stopping:
             return
         self._stopping, self._linger = True, linger
-        self._signal()
+        self._alarm.ring()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(linger + 10)
 
-    def _signal(self) -> None:
-        if self._signalled:
-            return
-        with self._wake_lock:
-            if not self._ended:
-                self._signalled = True
-                with contextlib.suppress(BlockingIOError):  # a wake-up is pending
-                    os.write(self._wake_write, b"x")
-
-    def _post_message(self, channel: Channel, frames: list[Any]) -> None:
+    def post_message(self, channel: Channel, frames: list[Any]) -> None:
         self.call(lambda: self._enqueue(channel, frames))
+
+    def close_channel(self, channel: Channel, reason: str, final: bool) -> None:
+        self.call(lambda: self._close(channel, reason, final))
 
     # ---- the thread ------------------------------------------------------------------------------
 
@@ -223,12 +143,11 @@ class Hub:
                 for timer in self._timers:
                     if now >= timer[0]:
                         timer[0] = now + timer[1]
-                        timer[2]()
+                        self._guarded(None, "a timer", timer[2])
                 if now >= next_beat:
                     next_beat = now + self.config.heartbeat / 2
-                    self._beat(
-                        now, judge=set(ready) <= {self._wake_read}
-                    )  # silence is judged with nothing left to read
+                    # silence is judged with nothing left to read
+                    self._beat(now, judge=set(ready) <= {self._alarm.fd})
         except Exception:
             logger.exception("%s: the network thread has failed", self.name)
             raise
@@ -236,12 +155,10 @@ class Hub:
             self._shut()
 
     def _round(self, ready: dict[Any, int]) -> None:
-        if self._wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
-            self._signalled = False  # before the calls are taken: what is added later signals again
+        if self._alarm.fd in ready:
+            self._alarm.reset()  # before the calls are taken: what is added later rings again
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            self._guarded(None, "a call", self._calls.popleft())
         for socket in ready:
             if socket in self._servers:
                 self._read_server(socket)
@@ -252,6 +169,23 @@ class Hub:
                 self._read_monitor(socket)
         for channel in list(self._backlog):
             self._flush(channel)
+
+    def _guarded(
+        self, channel: Channel | None, what: str, function: Callable[..., Any], *args: Any
+    ) -> bool:
+        """The one way into code of others: what it raises is that channel's end, never this
+        thread's. False if it has raised."""
+        try:
+            function(*args)
+        except Exception as error:
+            self.counters["faults"] += 1
+            peer = "this process" if channel is None else channel.peer
+            logger.exception("%s: %s of %s cannot be handled", self.name, what, peer)
+            if channel is not None:
+                reason = f"{what} cannot be handled: {type(error).__name__}: {error}"
+                self._lose(channel, reason)
+            return False
+        return True
 
     def _beat(self, now: float, judge: bool) -> None:
         c = self.config
@@ -305,7 +239,7 @@ class Hub:
             hello = wire.decode_hello(data)
             channel.peer = hello.name
             channel.session = secrets.token_hex(8)
-            welcome = accept(channel, hello)
+            welcome = self._accept(accept, channel, hello)
         except wire.BadMessage as error:
             stranger = _is_late(data)  # of a channel this side has given up
             self.counters["garbage"] += not stranger
@@ -324,6 +258,17 @@ class Hub:
         channels[identity] = channel
         welcome.session = channel.session
         self._enqueue(channel, [wire.encode(welcome)])
+
+    def _accept(self, accept: Accept, channel: Channel, hello: wire.Hello) -> wire.Welcome:
+        """Raises ValueError for whatever `accept` raises."""
+        try:
+            return accept(channel, hello)
+        except ValueError:
+            raise
+        except Exception as error:
+            self.counters["faults"] += 1
+            logger.exception("%s: hello of %r", self.name, hello.name)
+            raise ValueError(f"its hello cannot be handled: {error}") from error
 
     def _read_dialled(self, socket: zmq.Socket) -> None:
         for _ in range(READS_PER_ROUND):
@@ -353,21 +298,11 @@ class Hub:
             self._lose(channel, message.reason, message.final, tell=False)
         elif isinstance(message, wire.Welcome) and not channel.is_open:
             channel.is_open, channel.session, channel.peer = True, message.session, message.name
-            channel.handler.opened(channel, message)
+            self._guarded(channel, "its welcome", channel.handler.opened, channel, message)
         else:
-            try:
-                channel.handler.message(channel, message, frames[1:])
-            except (
-                ValueError,
-                TypeError,
-                LookupError,
-            ) as error:  # well-formed, but not acceptable: that peer's end, not ours
-                logger.exception("%s: %s from %s", self.name, type(message).__name__, channel.peer)
-                self._lose(
-                    channel,
-                    f"its {type(message).__name__} cannot be handled: {type(error).__name__}:"
-                    f" {error}",
-                )
+            what = f"its {type(message).__name__}"
+            handler = channel.handler.message
+            self._guarded(channel, what, handler, channel, message, frames[1:])
 
     def _read_monitor(self, monitor: zmq.Socket) -> None:
         while monitor in self._monitors:
@@ -388,7 +323,7 @@ class Hub:
         if not channel.queue and self._write(channel, frames):
             return
         channel.queue.append(frames)
-        channel.queued_bytes += sum(_size(f) for f in frames)
+        channel.queued_bytes += sum(frame_size(f) for f in frames)
         self._backlog.add(channel)
         if (
             len(channel.queue) > self.config.max_queued
@@ -403,7 +338,7 @@ class Hub:
     def _flush(self, channel: Channel) -> None:
         while channel.queue and self._write(channel, channel.queue[0]):
             if channel.queue:
-                channel.queued_bytes -= sum(_size(f) for f in channel.queue.popleft())
+                channel.queued_bytes -= sum(frame_size(f) for f in channel.queue.popleft())
         if not channel.queue:
             self._backlog.discard(channel)
 
@@ -461,7 +396,7 @@ class Hub:
             self._write(channel, [wire.encode(wire.Refused(reason, final=False))])
         self._forget(channel)
         if channel.handler is not None:
-            channel.handler.lost(channel, reason, final)
+            self._guarded(None, "a lost channel", channel.handler.lost, channel, reason, final)
 
     def _forget(self, channel: Channel, linger: int = 0) -> None:
         channel.closed = True
@@ -490,15 +425,8 @@ class Hub:
         for socket in list(self._servers):
             socket.close(int(self._linger * 1000))
         stop_authenticator(self.context)
-        with self._wake_lock:
-            self._ended = True
-            os.close(self._wake_write)
-        os.close(self._wake_read)
+        self._alarm.close()
         self.context.destroy()
-
-
-def _size(frame: Any) -> int:
-    return len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes
 
 
 def _is_late(data: bytes) -> bool:

@@ -2,34 +2,48 @@
 msgpack on the wire.
 
 A message is one msgpack frame (`encode`/`decode`), followed by payload frames where its type says
-so. Who talks to whom:
+so. Every number and length from outside has its bounds here, so that nobody behind `decode` has to
+ask. Who talks to whom:
 
-    engine -> router    Hello, then Place, Unplace, Progress, Prefilled, HandedOver, HandOverFailed,
-    Linked, Result, Draining, Ping
-    router -> engine    Welcome | Refused, then Start, Abort, DropAttempt, Placed, Peers, Drain,
-    JobLost, Ping
-    prompt <-> completion   Hello / Welcome | Refused, then Hand (handoff.py's messages), Ping
+    engine -> router    Hello, then AssignDecode, ReleaseDecode, Progress, Prefilled, HandedOver,
+                        HandOverFailed, Linked, Result, Draining, Ping
+    router -> engine    Welcome | Refused, then Start, CancelAttempt, Assigned, Peers, Drain,
+                        JobLost, Ping
+    prompt <-> completion   Hello / Welcome | Refused, then Hand, Ping
     client -> router    Hello, then Submit, Cancel, StatusQuery, Ping
     router -> client    Welcome | Refused, then Result, StatusReply, Ping
 
-Ids are those of pd_coordinator.py: `request#part@attempt/try`. The first message of a connection is
-Hello, whose fields "protocol" and "kind" keep their names and types in every version, so that a
-mismatch can be named.
+The first message of a connection is Hello, whose fields "protocol" and "kind" keep their names and
+types in every version, so that a mismatch can be named.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from deepinfer_jax.outputs import RequestOutput
+from deepinfer_jax.scheduler.routing.ids import AttemptId
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything below; compared in the handshake."""
 
 KINDS = ("prompt", "completion", "normal", "client")
+
+MAX_IDS = 4096
+"""Names, and tokens to stop at, that one message may list."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**40)]
+Size = Annotated[int, Meta(ge=1, lt=2**40)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
+Gauge = Annotated[float, Meta(ge=0, lt=1e18)]
+Seed = Annotated[int, Meta(ge=0)]  # 64 bits is all that msgpack has
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+Text = Annotated[str, Meta(max_length=65536)]
 
 
 class BadMessage(ValueError):
@@ -40,32 +54,53 @@ class WireMessage(msgspec.Struct, tag_field="t", omit_defaults=True):
     """Base of all messages."""
 
 
+class MeshShape(msgspec.Struct, frozen=True):
+    """Sizes of the axes of an engine's mesh."""
+
+    dp: Size = 1
+    ep: Size = 1
+    tp: Size = 1
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a client must know to check requests. model: where the engines read theirs."""
+
+    model: str
+    max_model_len: Annotated[int, Meta(ge=1, lt=2**31)]
+    vocab_size: Annotated[int, Meta(ge=1, lt=2**31)]
+    eos_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
+    max_logprobs: Count
+    enable_penalties: bool
+    served_model_name: str | None = None
+    mesh: MeshShape = MeshShape()
+
+
 class Hello(WireMessage, tag="hello"):
     """kind: one of KINDS. name: what the peer calls itself, unique among the living. job: processes
-    of one job fail together. layout: handoff.make_layout of an engine. capacity: (requests, tokens,
-    max_len). data: endpoint where a completion engine takes hand-overs. model: what a client must
-    know to check requests."""
+    of one job fail together. layout: an engine's (disagg.layout), as plain values. capacity:
+    (requests, tokens, max_len). data: endpoint where a completion engine takes hand-overs."""
 
     protocol: int
     kind: str
-    name: str
-    job: str = ""
-    process: int = 0
-    processes: int = 1
+    name: Name
+    job: Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")] = ""
+    process: Annotated[int, Meta(ge=0, lt=65536)] = 0
+    processes: Annotated[int, Meta(ge=1, le=65536)] = 1
     layout: dict[str, Any] | None = None
-    capacity: tuple[int, int, int] | None = None
-    data: str = ""
-    model: dict[str, Any] | None = None
-    transports: list[str] = []
+    capacity: tuple[Size, Size, Size] | None = None
+    data: Annotated[str, Meta(max_length=1024)] = ""
+    model: ModelInfo | None = None
+    transports: Annotated[list[str], Meta(max_length=16)] = []
 
 
 class Welcome(WireMessage, tag="welcome"):
-    """name: the peer's. session: names this connection. info: model facts for clients, the chosen
-    transport for links."""
+    """name: the peer's. session: names this connection. model: for clients; None while no engine
+    has joined. transport: the chosen one, for links."""
 
     name: str
-    session: str
-    info: dict[str, Any] = {}
+    session: str = ""
+    model: ModelInfo | None = None
+    transport: str = "host"
 
 
 class Refused(WireMessage, tag="refused"):
@@ -75,66 +110,79 @@ class Refused(WireMessage, tag="refused"):
     final: bool = True
 
 
-class Ping(WireMessage, tag="ping"):
-    """Sent with every heartbeat. stuck: seconds that the sender's current step has taken; other
-    gauges for the status table."""
+class Gauges(msgspec.Struct, omit_defaults=True):
+    """How an engine is, for the status table. cache: share of its blocks in use. hand_over_ms:
+    median from reservation to acknowledgement."""
 
-    stuck: float = 0.0
-    gauges: dict[str, float] = {}
+    waiting: Gauge = 0.0
+    running: Gauge = 0.0
+    cache: Gauge = 0.0
+    hand_overs: Gauge = 0.0
+    steps: Gauge = 0.0
+    hand_over_ms: Gauge = 0.0
+
+
+class Ping(WireMessage, tag="ping"):
+    """Sent with every heartbeat. stuck: seconds that the sender's current step has taken."""
+
+    stuck: Seconds = 0.0
+    gauges: Gauges = msgspec.field(default_factory=Gauges)
 
 
 class Start(WireMessage, tag="start"):
-    key: str
-    prompt_token_ids: list[int]
+    attempt: AttemptId
+    prompt_token_ids: list[TokenId]
     params: dict[str, Any]
-    seed: int
-    arrival_time: float
+    seed: Seed
+    arrival_time: Seconds
 
 
-class Abort(WireMessage, tag="abort"):
-    key: str
+class CancelAttempt(WireMessage, tag="cancel_attempt"):
+    """Drop whatever is held of it."""
 
-
-class DropAttempt(WireMessage, tag="drop"):
-    key: str
+    attempt: AttemptId
     reason: str
 
 
-class Place(WireMessage, tag="place"):
-    key: str
-    exclude: list[str] = []
+class AssignDecode(WireMessage, tag="assign"):
+    """Which completion engine may take it?"""
+
+    attempt: AttemptId
+    exclude: Annotated[list[str], Meta(max_length=MAX_IDS)] = []
 
 
-class Placed(WireMessage, tag="placed"):
-    """target None: nobody has room; the router sends another Placed as soon as somebody has."""
+class Assigned(WireMessage, tag="assigned"):
+    """target None: nobody has room; the router sends another one as soon as somebody has."""
 
-    key: str
+    attempt: AttemptId
     target: str | None = None
 
 
-class Unplace(WireMessage, tag="unplace"):
-    key: str
+class ReleaseDecode(WireMessage, tag="release"):
+    """That engine will not get it."""
+
+    attempt: AttemptId
     target: str
 
 
 class Progress(WireMessage, tag="progress"):
-    key: str
-    tokens: int
-    seconds: float
+    attempt: AttemptId
+    tokens: Count
+    seconds: Seconds
 
 
 class Prefilled(WireMessage, tag="prefilled"):
-    key: str
+    attempt: AttemptId
 
 
 class HandedOver(WireMessage, tag="handed_over"):
-    key: str
+    attempt: AttemptId
     target: str
 
 
 class HandOverFailed(WireMessage, tag="hand_over_failed"):
-    key: str
-    reason: str
+    attempt: AttemptId
+    reason: Text
     retry: bool
 
 
@@ -145,7 +193,7 @@ class Result(WireMessage, tag="result"):
 
 
 class Peer(msgspec.Struct):
-    name: str
+    name: Name
     session: str
     data: str
 
@@ -157,11 +205,11 @@ class Peers(WireMessage, tag="peers"):
 
 
 class Linked(WireMessage, tag="linked"):
-    """Whether a prompt engine reaches any of the completion engines it was told of; if not, for how
+    """Whether a prompt engine reaches any of the completion engines it knows of; if not, for how
     many seconds."""
 
     linked: bool
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
 class Drain(WireMessage, tag="drain"):
@@ -179,10 +227,10 @@ class JobLost(WireMessage, tag="job_lost"):
 
 
 class Submit(WireMessage, tag="submit"):
-    request_id: str
-    prompt_token_ids: list[int]
+    request_id: Annotated[str, Meta(max_length=4096)]
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     params: dict[str, Any]
-    arrival_time: float
+    arrival_time: Seconds
 
 
 class Cancel(WireMessage, tag="cancel"):
@@ -197,17 +245,31 @@ class StatusReply(WireMessage, tag="status"):
     status: dict[str, Any]
 
 
-class Hand(WireMessage, tag="hand"):
-    """A handoff.Message. rank: the target's rank for payloads. arrays: (cache, shape, dtype) of
-    each payload frame that follows. remote: how to fetch the payload where the transport pulls it.
-    """
+class ArrayLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One payload frame. cache: whose entries it holds."""
 
-    kind: str
-    handoff_id: str
-    body: dict[str, Any]
-    rank: int = 0
-    arrays: list[tuple[str, list[int], str]] = []
-    remote: dict[str, Any] | None = None
+    cache: str
+    shape: Annotated[list[Count], Meta(max_length=16)]
+    dtype: Annotated[str, Meta(max_length=32)]
+
+
+class Remote(msgspec.Struct, frozen=True):
+    """How to fetch a payload where the transport pulls it. number: under which it is offered.
+    count: rows in use. size: the bucket."""
+
+    number: Annotated[int, Meta(ge=0)]
+    count: Size
+    size: Size
+
+
+class Hand(WireMessage, tag="hand"):
+    """A message of a hand-over. body: its own encoding (disagg.messages). rank: the target's rank,
+    for payloads. arrays: of each payload frame that follows."""
+
+    body: msgspec.Raw
+    rank: Annotated[int, Meta(ge=0, lt=65536)] = 0
+    arrays: Annotated[list[ArrayLayout], Meta(max_length=MAX_IDS)] = []
+    remote: Remote | None = None
 
 
 _ALL = (
@@ -216,11 +278,10 @@ _ALL = (
     | Refused
     | Ping
     | Start
-    | Abort
-    | DropAttempt
-    | Place
-    | Placed
-    | Unplace
+    | CancelAttempt
+    | AssignDecode
+    | Assigned
+    | ReleaseDecode
     | Progress
     | Prefilled
     | HandedOver

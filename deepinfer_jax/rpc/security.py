@@ -9,13 +9,14 @@ addresses.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import threading
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+
+from deepinfer_jax.rpc.endpoint import host_of, is_loopback
 
 MIN_SECRET_BYTES = 16
 
@@ -47,7 +48,7 @@ class Security:
 
     def check_bind(self, endpoint: str) -> None:
         """Raises ValueError when others than this machine could connect without a secret."""
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host = host_of(endpoint)
         if self.keys is None and not is_loopback(host):
             raise ValueError(
                 f"binding to {host!r} needs a shared secret (--secret-file); without one only"
@@ -69,15 +70,6 @@ class Security:
     def describe(self) -> str:
         """For error messages: says whether there is a secret, never which."""
         return "without a secret" if self.keys is None else "with a shared secret"
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _OneKey:

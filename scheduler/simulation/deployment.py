@@ -11,7 +11,7 @@ from typing import Any
 
 from deepinfer_jax.scheduler.config import SchedulerConfig
 from deepinfer_jax.scheduler.roles import EngineType
-from deepinfer_jax.scheduler.routing.router import RouterConfig
+from deepinfer_jax.scheduler.routing.config import RouterConfig
 from deepinfer_jax.scheduler.simulation.costs import StepCosts
 
 

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepinfer_jax.scheduler.routing.router import Capacity, Router
+from deepinfer_jax.scheduler.routing.config import Capacity
+from deepinfer_jax.scheduler.routing.ids import AttemptId, PartId
+from deepinfer_jax.scheduler.routing.router import Router
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.scheduler.simulation.costs import (
@@ -125,7 +127,7 @@ class Simulation:
             for number in range(spec.count)
         }
         self.router = self._router() if deployment.is_split else None
-        self._attempts: dict[int, str] = {}  # by request: what the router calls it
+        self._attempts: dict[int, AttemptId] = {}  # by request: what the router calls it
         self._parked: deque[_HandOver] = deque()  # prefilled, no completion engine has room
         self._transfers, self._transfer_seconds = 0, 0.0
         self._events: list[tuple[float, int, int, Callable, tuple]] = []
@@ -221,7 +223,7 @@ class Simulation:
             return
         seq = self._sequence(row)
         try:
-            self.router.add(str(row), seq.prompt_token_ids, self._max_outputs(seq))
+            self.router.add(PartId(str(row)), seq.prompt_token_ids, self._max_outputs(seq))
         except ValueError:  # larger than any completion engine
             limits = [
                 e.spec.config.prompt_limit for e in self.engines.values() if e.policy.does_prefill
@@ -254,8 +256,8 @@ class Simulation:
 
     def _dispatch(self) -> None:
         for assignment in self.router.dispatch():
-            row = int(assignment.request_id)
-            self._attempts[row] = assignment.attempt_id
+            row = int(assignment.part.request)
+            self._attempts[row] = assignment.attempt
             self.engines[assignment.prompt_engine].add(self._sequence(row))
 
     def end(self, seq: Sequence, engine: str, reason: str | None = None) -> None:

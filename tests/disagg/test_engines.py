@@ -14,7 +14,8 @@ from engine_cases import GOLDEN, GREEDY, Golden
 from tokenizers import decoders, models
 
 from deepinfer_jax import LLM, RequestOutputKind, SamplingParams
-from deepinfer_jax.disagg.protocol import HandoffConfig, LayoutMismatch
+from deepinfer_jax.disagg.layout import LayoutMismatch
+from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.models.resolve import resolve_model_path
 
 ARGS = {
@@ -192,17 +193,17 @@ def test_prefix_hits_are_reported(both):
 
 def test_chunks_move_before_the_last_one_is_computed(apart, monkeypatch):
     source, sent = apart.engine.prompt_engines[0], []
-    send_pages = source.send_pages
+    send_payloads = source.send_payloads
 
-    def spy(link, batch):
-        for _, key, first, count, _ in batch:
-            seq = source._by_key[key].seq
-            sent.append(
-                (first, count, seq.num_scheduled, source.sender.outgoing[key].state is None)
-            )
-        send_pages(link, batch)
+    def spy(link, kind, ranges):
+        for r in ranges:
+            key = r.handoff.attempt
+            seq = source._by_attempt[key].seq
+            out = source.sender.outgoing[key]
+            sent.append((r.first, r.count, seq.num_scheduled, out.state is None))
+        send_payloads(link, kind, ranges)
 
-    monkeypatch.setattr(source, "send_pages", spy)
+    monkeypatch.setattr(source, "send_payloads", spy)
     prompt = list(range(400, 500))
     apart.generate([prompt], GREEDY, use_tqdm=False)
     assert [first for first, *_ in sent] == [0, *np.cumsum([count for _, count, *_ in sent])[:-1]]

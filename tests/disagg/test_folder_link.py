@@ -11,8 +11,11 @@ from snapshot_cases import GOLDEN
 from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.disagg import folder_link as kv_store_link
 from deepinfer_jax.disagg import mesh_link
-from deepinfer_jax.disagg.folder_link import FolderLink
-from deepinfer_jax.disagg.protocol import LayoutMismatch, Message, PeerLost
+from deepinfer_jax.disagg.folder_link import FolderHello, FolderLink
+from deepinfer_jax.disagg.layout import Layout, LayoutMismatch
+from deepinfer_jax.disagg.messages import Cancel, Message
+from deepinfer_jax.disagg.protocol import PeerLost
+from deepinfer_jax.scheduler.routing.ids import AttemptId
 
 ARGS = {
     "max_model_len": 96,
@@ -75,6 +78,13 @@ def test_the_same_tokens_through_a_folder(meshes, expected, tmp_path, monkeypatc
     )  # everything was read, and removed
 
 
+NO_LAYOUT = Layout(0, 0, {}, "", 1, {}, 1)
+
+
+def cancel(number: int) -> Message:
+    return Message(Cancel(AttemptId("a", 0, 1).handoff(number), "r"))
+
+
 def pair(folder, lost_after=60.0) -> tuple[FolderLink, FolderLink]:
     ends = []
     for side in ("source", "target"):
@@ -83,7 +93,7 @@ def pair(folder, lost_after=60.0) -> tuple[FolderLink, FolderLink]:
                 folder,
                 side,
                 None,
-                {"name": side, "session": f"{side}-{time.monotonic_ns()}", "layout": {}},
+                FolderHello(side, f"{side}-{time.monotonic_ns()}", NO_LAYOUT, 1),
                 lost_after,
             )
         )
@@ -105,14 +115,12 @@ def poll(link, seconds=10.0):
 def test_messages_keep_their_order_and_closing_comes_last(tmp_path):
     a, b = pair(tmp_path)
     for i in range(50):
-        a.send(Message("cancel", str(i), {"reason": "r"}))
+        a.send(cancel(i))
     a.close("done")
     got = []
     while len(got) < 50:
         got += poll(b)
-    assert [m.handoff_id for m in got] == [str(i) for i in range(50)] and got[0].body == {
-        "reason": "r"
-    }
+    assert got == [cancel(i) for i in range(50)]
     with pytest.raises(PeerLost, match="done"):
         poll(b)
     b.close()
@@ -131,7 +139,7 @@ def test_a_damaged_message_loses_the_peer_instead_of_being_believed(tmp_path, mo
         kv_store_link, "encode_tensors", lambda meta, arrays: [*real(meta, arrays), b"x"]
     )
     a, b = pair(tmp_path)
-    a.send(Message("cancel", "1", {"reason": "r"}))
+    a.send(cancel(1))
     with pytest.raises(PeerLost, match="CorruptEntry"):
         poll(b)
 

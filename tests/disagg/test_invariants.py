@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from engine_cases import GREEDY, SMALL, Golden
 
 from deepinfer_jax import LLM, EngineArgs, EngineType, LLMEngine
 from deepinfer_jax.disagg import mesh_link
-from deepinfer_jax.disagg.protocol import LayoutMismatch
+from deepinfer_jax.disagg.layout import LayoutMismatch
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs, StepType
 
 LLAMA = Golden("llama")
@@ -28,8 +29,10 @@ def apart():
 def test_1_role_integers_agree_on_both_sides_of_every_wire(apart, monkeypatch):
     assert {r.name: int(r) for r in EngineType} == {"NORMAL": 0, "PROMPT": 1, "COMPLETION": 2}
     source, target = apart.engine.prompt_engines[0], apart.engine.completion_engines[0]
-    assert source.layout()["role"] == 1 and target.layout()["role"] == 2
-    renumbered = target.layout() | {"roles": {"NORMAL": 0, "PROMPT": 2, "COMPLETION": 1}}
+    assert source.layout().role == 1 and target.layout().role == 2
+    renumbered = msgspec.structs.replace(
+        target.layout(), roles={"NORMAL": 0, "PROMPT": 2, "COMPLETION": 1}
+    )
     monkeypatch.setattr(target, "layout", lambda: renumbered)
     with pytest.raises(
         LayoutMismatch,

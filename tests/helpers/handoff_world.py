@@ -13,18 +13,23 @@ import itertools
 import random
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from sched_driver import Driver
 
 from deepinfer_jax.disagg.coordinator import Coordinator
-from deepinfer_jax.disagg.protocol import HandoffConfig, Message, PeerLost, Refused
+from deepinfer_jax.disagg.messages import Message, Pages, Segment
+from deepinfer_jax.disagg.protocol import HandoffConfig, PeerLost, Refused
 from deepinfer_jax.disagg.receiver import Receiver
 from deepinfer_jax.disagg.sender import Sender
 from deepinfer_jax.disagg.split_request import FannedOutRequest
+from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind, SamplingParams
 from deepinfer_jax.scheduler import EngineType, SchedulerConfig, Sequence
-from deepinfer_jax.scheduler.routing.router import Capacity, Router, RouterConfig
+from deepinfer_jax.scheduler.routing.config import Capacity, RouterConfig
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId, attempt_of
+from deepinfer_jax.scheduler.routing.router import Router
 
 EOS = 0
 
@@ -67,6 +72,10 @@ class FakePayload:
         self.world, self.rows = world, rows
         self.arrives = world.now + world.rng.choice([0.0, 0.0, 1.0, 3.0])
 
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
     def ready(self) -> bool:
         return self.world.now >= self.arrives
 
@@ -77,23 +86,27 @@ class FakePrompt(Driver):
     def __init__(self, world: World, name: str, config: SchedulerConfig, ranks: int) -> None:
         super().__init__(config, ranks, lambda: world.now, check_every=16)
         self.world, self.name, self.policy = world, name, config.policy
-        self.sender = Sender(self, name, world.handoff, lambda: world.now)
-        self.seqs: dict[str, Sequence] = {}
-        self.rank: dict[str, int] = {}
-        self.dropped: list[tuple] = []
+        self.hand_overs = self.sender = Sender(
+            self, world.coordinator, name, world.handoff, lambda: world.now
+        )
+        self.seqs: dict[AttemptId, Sequence] = {}
+        self.rank: dict[AttemptId, int] = {}
+        self.states: dict[AttemptId, RequestState] = {}
 
-    def add_request(self, key, prompt, params, arrival_time=None, seed=None) -> None:
-        seq = Sequence(
-            key,
-            prompt["prompt_token_ids"],
-            max_tokens=params.max_tokens,
-            eos_token_ids=(EOS,),
-            ignore_eos=params.ignore_eos,
+    def add_attempt(self, key, part) -> None:
+        if self.world.coordinator.current(key) is None:
+            return
+        seq = new_sequence(key, part.prompt_token_ids, part.params)
+        self.states[key] = RequestState(
+            request_id=str(key),
+            prompt_token_ids=part.prompt_token_ids,
+            params=part.params.to_dict(),
+            seed=part.seed,
         )
         self.seqs[key], self.rank[key] = seq, self.world.rng.randrange(len(self.schedulers))
         self.schedulers[self.rank[key]].add_request(seq)
 
-    def abort_request(self, key) -> None:
+    def cancel_attempt(self, key, reason) -> None:
         if key in self.seqs:
             self.schedulers[self.rank[key]].abort(key)
             self.sender.cancel(key, "aborted")
@@ -113,14 +126,7 @@ class FakePrompt(Driver):
                 continue
             c = scheduler.config
             if key not in self.sender.outgoing and scheduler.max_len_of(seq) > seq.prompt_len + 1:
-                self.sender.offer(
-                    key,
-                    {
-                        "prompt": seq.prompt_token_ids.tolist(),
-                        **self.world.limits[key.rpartition("@")[0]],
-                    },
-                    c.pages(seq.prompt_len),
-                )
+                self.sender.offer(key, self.states[key], c.pages(seq.prompt_len))
             if self.world.rng.random() < 0.5:
                 self.sender.pump()  # chunks move while later ones are computed
             if not accepted or key not in self.seqs:
@@ -133,8 +139,11 @@ class FakePrompt(Driver):
             if self.world.streams(key):
                 self.world.output(self, key, seq.output_token_ids.tolist(), None)
             scheduler.detach(seq)
-            self.world.prefilled(key)
-            self.sender.prefilled(key, {"tokens": seq.output_token_ids.tolist()})
+            self.world.coordinator.prefilled(key)
+            state = msgspec.structs.replace(
+                self.states[key], output_token_ids=seq.output_token_ids.tolist()
+            )
+            self.sender.prefilled(key, state)
 
     def step(self):
         outputs = super().step()
@@ -146,12 +155,6 @@ class FakePrompt(Driver):
     def _end(self, seq) -> None: ...
 
     # SourcePort
-
-    def choose_target(self, key, exclude):
-        return self.world.choose_target(key, exclude)
-
-    def unchoose_target(self, key, target):
-        self.world.unchoose_target(key, target)
 
     def ready_pages(self, key):
         seq = self.seqs[key]
@@ -165,36 +168,24 @@ class FakePrompt(Driver):
         )
         return min(pages, seq.num_blocks)
 
-    def send_pages(self, link, batch):
-        by_rank: dict[int, list] = {}
-        for handoff_id, key, first, count, target in batch:
-            by_rank.setdefault((self.rank[key], target), []).append((handoff_id, key, first, count))
+    def send_payloads(self, link, kind, ranges):
+        by_rank: dict[tuple[int, int], list] = {}
+        for r in ranges:
+            by_rank.setdefault((self.rank[r.handoff.attempt], r.rank), []).append(r)
         for (rank, target), parts in by_rank.items():
             rows, segments, at = [], [], 0
-            for handoff_id, key, first, count in parts:
-                rows.append(
-                    self.devices[rank].pool[self.seqs[key].block_ids[first : first + count]].copy()
-                )
-                segments.append([handoff_id, first, count, at])
-                at += count
-            link.send(
-                Message(
-                    "pages",
-                    "",
-                    {"kind": "blocks", "segments": segments},
-                    FakePayload(self.world, np.concatenate(rows)),
-                ),
-                target,
-            )
+            for r in parts:
+                blocks = self.seqs[r.handoff.attempt].block_ids[r.first : r.first + r.count]
+                rows.append(self.devices[rank].pool[blocks].copy())
+                segments.append(Segment(r.handoff, r.first, r.count, at))
+                at += r.count
+            payload = FakePayload(self.world, np.concatenate(rows))
+            link.send(Message(Pages(kind, tuple(segments)), payload), target)
 
-    def handed_over(self, key, target):
+    def forget(self, key, error):
+        if error is not None:
+            self.schedulers[self.rank[key]].abort(key)
         self.drop(key)
-        self.world.handed_over(key, target)
-
-    def hand_over_failed(self, key, reason, retry):
-        self.schedulers[self.rank[key]].abort(key)
-        self.drop(key)
-        self.world.hand_over_failed(key, reason, retry)
 
 
 class FakeCompletion(Driver):
@@ -203,17 +194,17 @@ class FakeCompletion(Driver):
     def __init__(self, world: World, name: str, config: SchedulerConfig, ranks: int) -> None:
         super().__init__(config, ranks, lambda: world.now, check_every=16)
         self.world, self.name, self.policy = world, name, config.policy
-        self.receiver = Receiver(self, name, world.handoff, lambda: world.now)
-        self.reserved: dict[str, tuple[Sequence, int]] = {}
-        self.running: dict[str, tuple[Sequence, int]] = {}
+        self.hand_overs = self.receiver = Receiver(self, name, world.handoff, lambda: world.now)
+        self.reserved: dict[HandoffId, tuple[Sequence, int]] = {}
+        self.running: dict[HandoffId, tuple[Sequence, int]] = {}
 
     def pump(self) -> None:
         self.receiver.pump()
 
-    def drop_attempt(self, key, reason) -> None:
-        self.receiver.drop_request(key, reason)
-        for handoff_id in [i for i in self.running if i.rpartition("/")[0] == key]:
-            self.abort(handoff_id, reason)
+    def cancel_attempt(self, key, reason) -> None:
+        self.receiver.drop(key, reason)
+        for handoff_id in [i for i in self.running if i.attempt == key]:
+            self.abort(handoff_id)
 
     def on_processed(self, scheduler, out, processed) -> None:
         for seq in [
@@ -221,7 +212,7 @@ class FakeCompletion(Driver):
             for s, n in zip(out.slots.tolist(), processed.num_accepted, strict=True)
             if n
         ]:
-            if not seq.is_finished and self.world.streams(seq.request_id.partition("/")[0]):
+            if not seq.is_finished and self.world.streams(seq.request_id):
                 self.world.output(self, seq.request_id, seq.output_token_ids.tolist(), None)
 
     def _end(self, seq: Sequence) -> None:
@@ -231,16 +222,12 @@ class FakeCompletion(Driver):
 
     # TargetPort
 
-    def reserve(self, handoff_id, request):
+    def reserve(self, handoff_id, request, pages, states):
         rank = self.world.rng.randrange(len(self.schedulers))
-        seq = Sequence(
-            handoff_id,
-            request["prompt"],
-            max_tokens=request["max_tokens"],
-            eos_token_ids=(EOS,),
-            ignore_eos=request["ignore_eos"],
-        )
+        params = SamplingParams.from_dict(request.params)
+        seq = new_sequence(handoff_id, request.prompt_token_ids, params)
         scheduler = self.schedulers[rank]
+        assert pages == scheduler.config.pages(seq.prompt_len) and not states
         try:
             if scheduler.reserve(seq, scheduler.max_len_of(seq)):
                 self.reserved[handoff_id] = (seq, rank)
@@ -249,45 +236,58 @@ class FakeCompletion(Driver):
             raise Refused(str(error), retry=False) from error
         raise Refused("full", retry=True)
 
-    def write(self, kind, payload, segments, live):
-        for handoff_id, first, count, row in segments:
-            if handoff_id in live:
-                seq, rank = self.reserved[handoff_id]
-                self.devices[rank].pool[seq.block_ids[first : first + count]] = payload.rows[
-                    row : row + count
-                ]
+    def write(self, kind, payload, segments):
+        for s in segments:
+            seq, rank = self.reserved[s.handoff]
+            blocks = seq.block_ids[s.first : s.first + s.count]
+            self.devices[rank].pool[blocks] = payload.rows[s.row : s.row + s.count]
 
     def enqueue(self, handoff_id, state):
         seq, rank = self.reserved.pop(handoff_id)
-        if not self.schedulers[rank].enqueue_prompted(seq, state["tokens"]):
+        if not self.schedulers[rank].enqueue_prompted(seq, state.output_token_ids):
             self.schedulers[rank].cancel_reservation(seq)
             return False
         self.running[handoff_id] = (seq, rank)
         return True
 
-    def release(self, handoff_id, reason):
+    def release(self, handoff_id):
         seq, rank = self.reserved.pop(handoff_id)
         assert self.schedulers[rank].cancel_reservation(seq)
 
-    def abort(self, handoff_id, reason):
+    def abort(self, handoff_id):
         if handoff_id in self.running:
             seq, rank = self.running[handoff_id]
             self.schedulers[rank].abort(seq.request_id)
 
 
+def new_sequence(name: AttemptId | HandoffId, ids: list[int], params: SamplingParams) -> Sequence:
+    return Sequence(
+        name,
+        ids,
+        max_tokens=params.max_tokens,
+        eos_token_ids=(EOS,),
+        ignore_eos=params.ignore_eos,
+    )
+
+
 class FakeWorker:
+    """A coordinator's EngineHandle."""
+
     def __init__(self, engine) -> None:
-        self.engine, self.name, self.failed = engine, engine.name, None
+        self.engine, self.name = engine, engine.name
         self.stalled_until = 0.0
         self.commands: list = []
 
-    def post(self, command) -> None:
-        self.commands.append(command)
+    def start(self, part, attempt) -> None:
+        self.commands.append(lambda: self.engine.add_attempt(attempt, part))
+
+    def cancel(self, attempt, reason) -> None:
+        self.commands.append(lambda: self.engine.cancel_attempt(attempt, reason))
 
     def wake(self) -> None: ...
 
 
-class World(Coordinator):
+class World:
     """tick() moves time on by one second; timeouts are a few tens of them."""
 
     def __init__(
@@ -299,14 +299,12 @@ class World(Coordinator):
         ce_blocks=40,
         **router,
     ) -> None:
-        super().__init__()
         self.rng = random.Random(seed)
         self.faults = faults or Faults()
         self.now = 0.0
         self.handoff = HandoffConfig(timeout=30.0, retry_delay=1.0, max_tries=3)
         self.serial = itertools.count()
         self.in_transit: list = []
-        self.limits: dict[str, dict] = {}
         self.prompts: dict[str, FannedOutRequest] = {}
         self.streaming: dict[str, bool] = {}
         self.results: dict[str, RequestOutput] = {}
@@ -341,9 +339,12 @@ class World(Coordinator):
         self.ranks = ranks
         capacity = Capacity(ranks * 5, ranks * ce_blocks * 4, 48)
         config = RouterConfig(**{"max_held_requests": 5, "affinity_block": 4} | router)
-        self.router = Router(names[0], {n: capacity for n in names[1]}, config)
+        self.router = Router(config=config)
+        self.coordinator = Coordinator(self.router)
+        self.workers: dict[str, FakeWorker] = {}
+        self.capacity = capacity
         for name in (*names[0], *names[1]):
-            self.workers[name] = FakeWorker(self._engine(name))
+            self._join(name)
         for p in names[0]:
             for c in names[1]:
                 self._connect(p, c)
@@ -353,6 +354,10 @@ class World(Coordinator):
             return FakePrompt(self, name, self.configs[EngineType.PROMPT], self.ranks)
         return FakeCompletion(self, name, self.configs[EngineType.COMPLETION], self.ranks)
 
+    def _join(self, name: str) -> None:
+        self.workers[name] = worker = FakeWorker(self._engine(name))
+        self.coordinator.join(worker, None if name[0] == "P" else self.capacity)
+
     def _connect(self, p: str, c: str) -> None:
         a, b = FakeLink(self, p, c), FakeLink(self, c, p)
         a.other, b.other = b, a
@@ -360,10 +365,12 @@ class World(Coordinator):
         self.workers[p].engine.sender.connect(a)
         self.workers[c].engine.receiver.connect(b)
 
-    def close_links(self, name, reason) -> None:
-        for pair, (a, b) in self.links.items():
-            if name in pair:
-                (a if pair[0] == name else b).close(reason)
+    @property
+    def requests(self) -> dict[str, FannedOutRequest]:
+        return self.coordinator.requests
+
+    def failed(self, name: str) -> bool:
+        return name in self.coordinator.failed
 
     # ---- what happens
 
@@ -376,25 +383,26 @@ class World(Coordinator):
             heapq.heappush(self.in_transit, (self.now + delay, next(self.serial), link, message))
 
     def crash(self, name: str, reason: str = "killed") -> None:
-        self._on_crash(self.workers[name], f"{name} {reason}")
+        for pair, (a, b) in self.links.items():
+            if name in pair:
+                (a if pair[0] == name else b).close(f"{name} {reason}")
+        self.coordinator.engine_failed(name, f"{name} {reason}")
 
     def revive(self, name: str) -> None:
         """A new process takes the dead one's place: nothing of its memory is left."""
-        self.workers[name] = FakeWorker(self._engine(name))
+        self._join(name)
         for pair in list(self.links):
-            if name in pair and all(self.workers[n].failed is None for n in pair):
+            if name in pair and not any(map(self.failed, pair)):
                 for end in self.links[pair]:
                     end.lost = end.lost or "replaced"
                 other = pair[1] if pair[0] == name else pair[0]
                 self._forget_link(other, name)
                 self._connect(*pair)
-        self.router.engine_recovered(name)
 
     def _forget_link(self, name: str, peer: str) -> None:
         engine = self.workers[name].engine
-        control = engine.sender if name[0] == "P" else engine.receiver
-        if peer in control.links:
-            control.peer_lost(peer, "replaced")
+        if peer in engine.hand_overs.links:
+            engine.hand_overs.peer_lost(peer, "replaced")
 
     def add(
         self,
@@ -408,28 +416,28 @@ class World(Coordinator):
         kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, output_kind=kind, n=n)
         request = FannedOutRequest.make(request_id, None, prompt, params, lambda: 1, self.now)
-        for part in request.parts:
-            self.limits[part.id] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
         self.prompts[request_id] = request
         self.streaming[request.unique_id] = stream
         try:
-            self.submit(request, 48)
+            self.coordinator.submit(request, 48)
         except RuntimeError as error:
             output = request.parts[0].ended("error", str(error))
             output.request_id = request_id
             self.results[request_id] = output
 
-    def streams(self, key: str) -> bool:
-        return self.streaming[key.partition("@")[0].rpartition(".")[0]]
+    def streams(self, output_id: AttemptId | HandoffId) -> bool:
+        return self.streaming[attempt_of(output_id).request]
 
-    def output(self, engine, output_id: str, tokens: list[int], reason: str | None) -> None:
+    def output(
+        self, engine, output_id: AttemptId | HandoffId, tokens: list[int], reason: str | None
+    ) -> None:
         worker = self.workers[engine.name]
         if worker.engine is engine:
             metrics = RequestMetrics(0.0)
-            self._on_output(
-                worker,
+            self.coordinator.on_output(
+                engine.name,
                 RequestOutput(
-                    output_id,
+                    str(output_id),
                     None,
                     [],
                     None,
@@ -445,8 +453,8 @@ class World(Coordinator):
             _, _, link, message = heapq.heappop(self.in_transit)
             if link.lost is None:
                 link.inbox.append(message)
-        for worker in list(self.workers.values()):
-            if worker.failed is None and worker.stalled_until <= self.now:
+        for name, worker in list(self.workers.items()):
+            if not self.failed(name) and worker.stalled_until <= self.now:
                 while worker.commands:
                     worker.commands.pop(0)()
                 worker.engine.pump()
@@ -458,27 +466,26 @@ class World(Coordinator):
                 ):
                     worker.engine.flush()
         self._act()
-        with self._lock:
-            self._dispatch()
+        self.coordinator.dispatch()
         self.collect()
 
     def _act(self) -> None:
         f, rng = self.faults, self.rng
         for name, worker in list(self.workers.items()):
-            if worker.failed is None and rng.random() < f.crash:
+            if not self.failed(name) and rng.random() < f.crash:
                 self.crash(name)
-            elif worker.failed is not None and rng.random() < 0.1:
+            elif self.failed(name) and rng.random() < 0.1:
                 self.revive(name)
             elif rng.random() < f.stall:
                 worker.stalled_until = self.now + rng.choice([5.0, 40.0])
-        if self._requests and rng.random() < f.abort:
-            request_id = rng.choice(list(self._requests))
+        if self.requests and rng.random() < f.abort:
+            request_id = rng.choice(list(self.requests))
             self.aborted.add(request_id)
-            assert self.abort_request(request_id) == [request_id]
+            assert self.coordinator.abort_request(request_id) == [request_id]
 
     def collect(self) -> None:
-        while not self._outputs.empty():
-            output = self._outputs.get()
+        while not self.coordinator.outputs.empty():
+            output = self.coordinator.outputs.get()
             assert output.request_id not in self.results, f"two results for {output.request_id}"
             if output.finished:
                 self.results[output.request_id] = output
@@ -490,13 +497,13 @@ class World(Coordinator):
         self.faults = Faults()
         for name, worker in self.workers.items():
             worker.stalled_until = 0.0
-            if worker.failed is not None:
+            if self.failed(name):
                 self.revive(name)
         for _ in range(limit):
-            if not self._requests and not self.held():
+            if not self.requests and not self.held():
                 break
             self.tick()
-        assert not self._requests, f"hanging: {list(self._requests)}"
+        assert not self.requests, f"hanging: {list(self.requests)}"
         assert not self.held(), f"still held: {self.held()}"
         self.collect()
         self.check()
@@ -526,5 +533,5 @@ class World(Coordinator):
                     and not worker.engine.running
                 )
         self.router.check_integrity()
-        assert not self.router.jobs and not self._parts
+        assert not self.router.jobs and not self.coordinator.parts
         assert set(self.results) == set(self.prompts), "lost requests"

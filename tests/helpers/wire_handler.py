@@ -2,7 +2,7 @@
 
 import threading
 
-from deepinfer_jax.rpc.hub import HubConfig
+from deepinfer_jax.rpc.channel import HubConfig
 
 FAST = HubConfig(heartbeat=0.05, peer_timeout=0.5, connect_timeout=1.0, max_frame=1 << 20)
 

@@ -16,20 +16,19 @@ from deepinfer_jax.sampling_params import RequestOutputKind
 
 CACHES = {"k": {"kind": "blocks", "layers": 2, "entry": [16, 1, 4], "dtype": "float32"}}
 ROLES = {"NORMAL": 0, "PROMPT": 1, "COMPLETION": 2}
-MODEL = {
-    "model": "/nowhere",
-    "max_model_len": 64,
-    "vocab_size": 100,
-    "eos_token_ids": [2],
-    "max_logprobs": 5,
-    "enable_penalties": True,
-    "mesh": {"dp": 1},
-}
+MODEL = wire.ModelInfo(
+    model="/nowhere",
+    max_model_len=64,
+    vocab_size=100,
+    eos_token_ids=[2],
+    max_logprobs=5,
+    enable_penalties=True,
+)
 
 
 def layout(role, **changes):
     base = {
-        "protocol": 1,
+        "protocol": 2,
         "role": role,
         "roles": ROLES,
         "model": "aaaa",
@@ -94,7 +93,13 @@ class Engine(Handler):
         self.send(
             wire.Result(
                 RequestOutput(
-                    output_id, None, [], None, [completion], finish is not None, RequestMetrics(0.0)
+                    str(output_id),
+                    None,
+                    [],
+                    None,
+                    [completion],
+                    finish is not None,
+                    RequestMetrics(0.0),
                 )
             )
         )
@@ -113,7 +118,7 @@ class World:
         engine = Engine(self, kind, name, **options)
         if engine.channel is not None and options.get("processes", 1) == 1:
             until = time.monotonic() + 5
-            while not (name in self.cluster.workers and self.cluster.workers[name].active):
+            while not (name in self.cluster.members and self.cluster.members[name].active):
                 assert time.monotonic() < until
                 time.sleep(0.001)
         return engine
@@ -130,7 +135,8 @@ class World:
             assert time.monotonic() < until, self.cluster.router.jobs
             time.sleep(0.001)
         self.cluster.router.check_integrity()
-        assert not self.cluster._requests and not self.cluster._parts and not self.cluster._early
+        coordinator = self.cluster.coordinator
+        assert not coordinator.requests and not coordinator.parts and not self.cluster.early
 
     def close(self):
         for hub in self.hubs:
@@ -166,10 +172,10 @@ def outputs_of(client, count=1, timeout=10):
 
 def prefill(prompt, completion):
     """Plays one hand-over up to the acknowledgement; returns the attempt's key."""
-    key = prompt.take(wire.Start).key
-    prompt.send(wire.Place(key))
-    placed = prompt.take(wire.Placed)
-    assert (placed.key, placed.target) == (key, completion.name)
+    key = prompt.take(wire.Start).attempt
+    prompt.send(wire.AssignDecode(key))
+    placed = prompt.take(wire.Assigned)
+    assert (placed.attempt, placed.target) == (key, completion.name)
     prompt.send(
         wire.Progress(key, 3, 0.01), wire.Prefilled(key), wire.HandedOver(key, completion.name)
     )
@@ -184,8 +190,8 @@ def test_a_request_passes_through(world):
     client = w.client()
     client.add_request("mine", [1, 2, 3], PARAMS)
     key = prefill(p, c)
-    assert key.endswith("@1")
-    c.result(f"{key}/1", [7, 8], "stop")
+    assert key.attempt == 1
+    c.result(key.handoff(1), [7, 8], "stop")
     (out,) = outputs_of(client)
     assert (out.request_id, out.prompt_token_ids, out.outputs[0].token_ids) == (
         "mine",
@@ -200,11 +206,11 @@ def test_the_first_token_is_not_overtaken(world):
     p, c = w.engine("prompt", "P"), w.engine("completion", "C")
     client = w.client()
     client.add_request("r", [1, 2, 3], DELTA)
-    key = p.take(wire.Start).key
-    p.send(wire.Place(key))
-    p.take(wire.Placed)
-    c.result(f"{key}/1", [12])  # arrives before anything the prompt engine says
-    c.result(f"{key}/1", [13], "stop")
+    key = p.take(wire.Start).attempt
+    p.send(wire.AssignDecode(key))
+    p.take(wire.Assigned)
+    c.result(key.handoff(1), [12])  # arrives before anything the prompt engine says
+    c.result(key.handoff(1), [13], "stop")
     time.sleep(0.05)
     p.result(key, [11])
     p.send(wire.Prefilled(key), wire.HandedOver(key, "C"))
@@ -219,9 +225,9 @@ def test_late_and_double_outputs_reach_nobody(world):
     client = w.client()
     client.add_request("r", [1, 2, 3], PARAMS)
     key = prefill(p, c)
-    c.result(f"{key}/1", [7], "stop")
-    c.result(f"{key}/1", [7], "stop")
-    c.result(f"{key}/2", [9], "stop")
+    c.result(key.handoff(1), [7], "stop")
+    c.result(key.handoff(1), [7], "stop")
+    c.result(key.handoff(2), [9], "stop")
     assert len(outputs_of(client)) == 1
     time.sleep(0.05)
     assert client.step() == []
@@ -235,14 +241,14 @@ def test_a_dead_prompt_engine_is_replaced_by_another(world):
     client.add_request("r", [1, 2, 3], PARAMS)
     first = p0 if _got(p0, p1) is p0 else p1
     other = p1 if first is p0 else p0
-    key = first.take(wire.Start).key
+    key = first.take(wire.Start).attempt
     first.die()
     again = other.take(wire.Start)
-    assert again.key == key.replace("@1", "@2") and again.seed is not None
-    other.send(wire.Place(again.key))
-    other.take(wire.Placed)
-    other.send(wire.Prefilled(again.key), wire.HandedOver(again.key, "C"))
-    c.result(f"{again.key}/1", [7], "stop")
+    assert again.attempt == key._replace(attempt=2) and again.seed is not None
+    other.send(wire.AssignDecode(again.attempt))
+    other.take(wire.Assigned)
+    other.send(wire.Prefilled(again.attempt), wire.HandedOver(again.attempt, "C"))
+    c.result(again.attempt.handoff(1), [7], "stop")
     assert outputs_of(client)[0].outputs[0].token_ids == [7]
     w.check()
 
@@ -262,17 +268,17 @@ def test_a_dead_prompt_engine_does_not_end_what_it_has_handed_over(world):
     p, c = w.engine("prompt", "P"), w.engine("completion", "C")
     client = w.client()
     client.add_request("r", [1, 2, 3], DELTA)
-    key = p.take(wire.Start).key
-    p.send(wire.Place(key))
-    p.take(wire.Placed)
+    key = p.take(wire.Start).attempt
+    p.send(wire.AssignDecode(key))
+    p.take(wire.Assigned)
     p.result(key, [11])
     p.send(wire.Prefilled(key))
-    c.result(f"{key}/1", [12])  # it has it, whatever the prompt engine still manages to say
+    c.result(key.handoff(1), [12])  # it has it, whatever the prompt engine still manages to say
     while not any(o.outputs[0].token_ids == [12] for o in client.step()):
         pass
     p.die()
     time.sleep(0.3)
-    c.result(f"{key}/1", [13], "stop")
+    c.result(key.handoff(1), [13], "stop")
     assert outputs_of(client)[-1].outputs[0].token_ids == [13]
     w.check()
 
@@ -283,7 +289,7 @@ def test_a_dead_completion_engine_after_the_first_token_of_a_stream_ends_it_with
     client = w.client()
     client.add_request("r", [1, 2, 3], DELTA)
     key = prefill_streaming(p, c)
-    c.result(f"{key}/1", [12])
+    c.result(key.handoff(1), [12])
     got = []
     while len(got) < 2:
         got += client.step()
@@ -297,9 +303,9 @@ def test_a_dead_completion_engine_after_the_first_token_of_a_stream_ends_it_with
 
 
 def prefill_streaming(p, c):
-    key = p.take(wire.Start).key
-    p.send(wire.Place(key))
-    p.take(wire.Placed)
+    key = p.take(wire.Start).attempt
+    p.send(wire.AssignDecode(key))
+    p.take(wire.Assigned)
     p.result(key, [11])
     p.send(wire.Prefilled(key), wire.HandedOver(key, c.name))
     return key
@@ -312,15 +318,18 @@ def test_who_found_no_room_is_told_when_there_is(world):
     client.add_request("a", [1], PARAMS)
     key = prefill(p, c)
     client.add_request("b", [1], PARAMS)
-    second = p.take(wire.Start).key
-    p.send(wire.Place(second))
-    assert p.take(wire.Placed).target is None
-    c.result(f"{key}/1", [7], "stop")
-    placed = p.take(wire.Placed)
-    assert (placed.key, placed.target) == (second, "C")
+    second = p.take(wire.Start).attempt
+    p.send(wire.AssignDecode(second))
+    assert p.take(wire.Assigned).target is None
+    c.result(key.handoff(1), [7], "stop")
+    placed = p.take(wire.Assigned)
+    assert (placed.attempt, placed.target) == (second, "C")
     client.abort_request(["b"])
     assert [o.outputs[0].finish_reason for o in outputs_of(client, 2)] == ["stop", "abort"]
-    assert p.take(wire.Abort).key == second and c.take(wire.DropAttempt).key == second
+    assert (
+        p.take(wire.CancelAttempt).attempt == second
+        and c.take(wire.CancelAttempt).attempt == second
+    )
     w.check()
 
 
@@ -353,7 +362,7 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(world, kind, chang
     w.engine("prompt", "P")
     stranger = w.engine(kind, "X", **changes)
     assert stranger.ended is not None and message in stranger.ended[0] and stranger.ended[1]
-    assert list(w.cluster.workers) == ["P"]
+    assert list(w.cluster.members) == ["P"]
 
 
 def test_another_protocol_version_is_refused(world):
@@ -397,7 +406,7 @@ def test_normal_engines_answer_by_themselves(world):
     n = w.engine("normal", "N")
     client = w.client()
     client.add_request("r", [1], DELTA)
-    key = n.take(wire.Start).key
+    key = n.take(wire.Start).attempt
     n.result(key, [5])
     n.result(key, [6], "length")
     assert [o.outputs[0].token_ids for o in outputs_of(client)] == [[5], [6]]
@@ -414,7 +423,7 @@ def test_requests_wait_for_a_role_until_the_deadline(world):
     client.add_request("b", [1], PARAMS)
     c = w.engine("completion", "C")  # in time
     key = prefill(p, c)
-    c.result(f"{key}/1", [7], "stop")
+    c.result(key.handoff(1), [7], "stop")
     assert outputs_of(client)[0].outputs[0].token_ids == [7]
     w.check()
 
@@ -427,7 +436,9 @@ def test_a_prompt_engine_that_reaches_no_completion_engine_gets_nothing_new(worl
     start = time.monotonic()
     p0.send(
         wire.Linked(False, 0.6),
-        wire.HandOverFailed(p0.take(wire.Start).key, "no completion engine can be reached", True),
+        wire.HandOverFailed(
+            p0.take(wire.Start).attempt, "no completion engine can be reached", True
+        ),
     )
     (out,) = outputs_of(client)
     assert (
@@ -440,10 +451,10 @@ def test_a_prompt_engine_that_reaches_no_completion_engine_gets_nothing_new(worl
     ]
     p1 = w.engine("prompt", "P1")
     client.add_request("b", [1], PARAMS)
-    c.result(f"{prefill(p1, c)}/1", [7], "stop")
+    c.result(prefill(p1, c).handoff(1), [7], "stop")
     assert outputs_of(client)[0].outputs[0].token_ids == [7] and not p0.messages_of(wire.Start)
     p0.send(wire.Linked(True))
-    while w.cluster.health()[1]["problems"] or not w.cluster.workers["P0"].linked:
+    while w.cluster.health()[1]["problems"] or not w.cluster.members["P0"].linked:
         time.sleep(0.001)
     w.check()
 
@@ -467,7 +478,7 @@ def test_a_client_that_goes_takes_its_requests_along(world):
     client.add_request("r", [1, 2, 3], PARAMS)
     key = prefill(p, c)
     client.connection.hub.stop(0)
-    assert c.take(wire.DropAttempt).key == key
+    assert c.take(wire.CancelAttempt).attempt == key
     w.check()
 
 
@@ -476,13 +487,13 @@ def test_an_engine_that_drains_gets_nothing_new(world):
     p0, p1, c = w.engine("prompt", "P0"), w.engine("prompt", "P1"), w.engine("completion", "C")
     p0.send(wire.Draining())
     until = time.monotonic() + 5
-    while not w.cluster.workers["P0"].draining and time.monotonic() < until:
+    while not w.cluster.members["P0"].draining and time.monotonic() < until:
         time.sleep(0.001)
     client = w.client()
     for i in range(4):
         client.add_request(str(i), [1], PARAMS)
     for start in p1.take(wire.Start, 4):
-        p1.send(wire.HandOverFailed(start.key, "cannot serve this", False))
+        p1.send(wire.HandOverFailed(start.attempt, "cannot serve this", False))
     assert {o.outputs[0].stop_reason for o in outputs_of(client, 4)} == {"cannot serve this"}
     assert not any(isinstance(m, wire.Start) for m, _ in p0.messages) and not c.messages
     w.check()
@@ -502,7 +513,7 @@ def test_a_router_that_drains_refuses_new_requests_and_lets_others_end(world):
         "error",
     ) and "draining" in out.outputs[0].stop_reason
     assert not w.cluster.drained
-    c.result(f"{key}/1", [7], "stop")
+    c.result(key.handoff(1), [7], "stop")
     outputs_of(client)
     assert w.cluster.drained
 
@@ -513,7 +524,7 @@ def test_what_an_engine_may_not_say_ends_it(world):
     c = w.engine("completion", "C")
     c.send(wire.Submit("x", [1], {}, 0.0))
     c.wait(lambda: c.ended)
-    assert "unexpected Submit" in c.ended[0]
+    assert "a completion engine says no Submit" in c.ended[0]
 
 
 def test_a_result_that_makes_no_sense_ends_its_sender_only(world):
@@ -523,11 +534,11 @@ def test_a_result_that_makes_no_sense_ends_its_sender_only(world):
     client.add_request("r", [1], PARAMS)
     first = _got(n0, n1)
     other = n1 if first is n0 else n0
-    key = first.take(wire.Start).key
-    first.send(wire.Result(RequestOutput(key, None, [], None, [], True)))
+    key = first.take(wire.Start).attempt
+    first.send(wire.Result(RequestOutput(str(key), None, [], None, [], True)))
     first.wait(lambda: first.ended)
     assert "must have one completion" in first.ended[0]
-    other.result(other.take(wire.Start).key, [5], "stop")
+    other.result(other.take(wire.Start).attempt, [5], "stop")
     assert outputs_of(client)[0].outputs[0].token_ids == [5]
     w.check()
 

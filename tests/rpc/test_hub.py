@@ -11,7 +11,8 @@ from wire_handler import FAST, Handler
 
 from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from deepinfer_jax.rpc import messages as wire
-from deepinfer_jax.rpc.hub import Hub, HubConfig
+from deepinfer_jax.rpc.channel import HubConfig
+from deepinfer_jax.rpc.hub import Hub
 from deepinfer_jax.rpc.security import Security
 
 SECRET = b"sixteen bytes or more"
@@ -40,7 +41,7 @@ def serve(hub, refuse=None):
         channel.handler = Handler()
         channel.handler.channel = channel
         accepted.append(channel.handler)
-        return wire.Welcome("server", "", {"said": hello.name})
+        return wire.Welcome("server", transport=hello.name)
 
     endpoint = hub.listen("tcp://127.0.0.1:0", accept)
     hub.start()
@@ -63,13 +64,13 @@ def test_messages_arrive_once_and_in_order_with_their_payloads(hubs, secret):
     endpoint, accepted = serve(hubs(secret, patient))
     client = dial(hubs(secret, patient), endpoint)
     client.wait(lambda: client.channel)
-    assert client.welcome.info == {"said": "me"}
+    assert client.welcome.transport == "me"
     for i in range(2000):
         client.channel.send(
-            wire.Prefilled(str(i)), [bytes([i % 256]) * (i % 7) * 1000] if i % 2 else []
+            wire.JobLost(str(i)), [bytes([i % 256]) * (i % 7) * 1000] if i % 2 else []
         )
     accepted[0].wait(lambda: len(accepted[0].messages) == 2000)
-    assert [m.key for m, _ in accepted[0].messages] == [str(i) for i in range(2000)]
+    assert [m.reason for m, _ in accepted[0].messages] == [str(i) for i in range(2000)]
     assert all(
         f == ([bytes([i % 256]) * (i % 7) * 1000] if i % 2 else [])
         for i, (_, f) in enumerate(accepted[0].messages)
@@ -188,7 +189,7 @@ def test_garbage_on_an_open_channel_ends_that_channel_only(hubs):
         s.send(b"\xc1garbage")
         accepted[1].wait(lambda: accepted[1].ended)
     assert "sent garbage" in accepted[1].ended[0]
-    good.channel.send(wire.Prefilled("still here"))
+    good.channel.send(wire.JobLost("still here"))
     accepted[0].wait(lambda: accepted[0].messages)
 
 
@@ -197,7 +198,7 @@ def test_an_oversized_frame_ends_the_connection(hubs):
     sender = hubs(config=HubConfig(heartbeat=0.05, peer_timeout=0.5))
     client = dial(sender, endpoint)
     client.wait(lambda: client.channel)
-    client.channel.send(wire.Prefilled("x"), [b"x" * (FAST.max_frame + 1)])
+    client.channel.send(wire.JobLost("x"), [b"x" * (FAST.max_frame + 1)])
     client.wait(lambda: client.ended)
     accepted[0].wait(lambda: accepted[0].ended)
     assert not accepted[0].messages
@@ -261,7 +262,7 @@ def test_a_peer_that_does_not_read_is_given_up_when_its_queue_is_full(hubs):
         while not accepted and time.monotonic() < until:
             time.sleep(0.01)
         for _ in range(2000):
-            accepted[0].channel.send(wire.Prefilled("x"), [b"x" * 100_000])
+            accepted[0].channel.send(wire.JobLost("x"), [b"x" * 100_000])
         accepted[0].wait(lambda: accepted[0].ended)
     assert "does not read" in accepted[0].ended[0]
 
