@@ -43,11 +43,12 @@ import numpy as np
 from deepinfer_jax import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from deepinfer_jax.disagg.config import DisaggregationConfig
 from deepinfer_jax.disagg.deployment import DisaggregatedEngine
-from deepinfer_jax.disagg.engines import PromptEngine
+from deepinfer_jax.disagg.prompt_engine import PromptEngine
 from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.models.base import PagedCache, ParallelAxes
 from deepinfer_jax.runner import kv_pools
 from deepinfer_jax.runner.mesh import RankPlacement, make_mesh
+from deepinfer_jax.scheduler.routing.ids import AttemptId
 
 # ---- 1. bandwidth --------------------------------------------------------------------------------
 

@@ -28,12 +28,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 
+from deepinfer_jax.disagg.layout import make_layout  # noqa: E402
 from deepinfer_jax.rpc import messages as wire  # noqa: E402
 from deepinfer_jax.rpc.channel import HubConfig  # noqa: E402
 from deepinfer_jax.rpc.hub import Hub  # noqa: E402
 from deepinfer_jax.rpc.security import Security  # noqa: E402
+from deepinfer_jax.scheduler.roles import EngineType  # noqa: E402
 
 SIZES_MB = (1, 16, 64)
 SECRET = b"benchmark secret, not secret"
@@ -84,6 +87,10 @@ class Waiter:
             print(f"lost: {reason}", flush=True)
 
 
+def hand(said: str) -> wire.Hand:
+    return wire.Hand(msgspec.Raw(msgspec.msgpack.encode(said)))
+
+
 def child(kind: str) -> None:
     """The receiving process: puts every payload on its device, then acknowledges."""
     import jax
@@ -94,22 +101,24 @@ def child(kind: str) -> None:
     secret = SECRET if kind == "curve" else None
     hub = Hub("child", Security(secret), HubConfig(peer_timeout=60, heartbeat=1))
     device, connections = jax.local_devices()[0], {}
+    decode = msgspec.msgpack.decode
 
     def on_message(channel: Any, message: Any, frames: Any) -> None:
         if message.remote is None:
             arrays = [jax.device_put(np.frombuffer(f.buffer, np.float32), device) for f in frames]
         else:
-            if message.remote["address"] not in connections:
-                connections[message.remote["address"]] = server.connect(message.remote["address"])
+            address = decode(message.body)
+            if address not in connections:
+                connections[address] = server.connect(address)
             sharding = jax.sharding.SingleDeviceSharding(device)
-            spec = jax.ShapeDtypeStruct((message.remote["size"],), np.float32, sharding=sharding)
-            arrays = connections[message.remote["address"]].pull(message.remote["number"], [spec])
+            spec = jax.ShapeDtypeStruct((message.remote.size,), np.float32, sharding=sharding)
+            arrays = connections[address].pull(message.remote.number, [spec])
         jax.block_until_ready(arrays)
-        channel.send(wire.Hand("ack", "", {}))
+        channel.send(hand("ack"))
 
     def accept(channel: Any, hello: wire.Hello) -> wire.Welcome:
         channel.handler = Waiter(on_message)
-        return wire.Welcome("child", "")
+        return wire.Welcome("child")
 
     print(hub.listen("tcp://127.0.0.1:0", accept), flush=True)
     hub.start()
@@ -151,14 +160,14 @@ def bench_links() -> None:
                 waiter: Any = waiter,
                 number: Any = number,
             ) -> None:
-                hand = wire.Hand("pages", "", {})
+                pages = hand(server.address())
                 if transport == "device":
                     n = next(number)
                     server.await_pull(n, [array])
-                    hand.remote = {"number": n, "address": server.address(), "size": array.size}
-                    waiter.channel.send(hand)
+                    pages.remote = wire.Remote(n, 1, array.size)
+                    waiter.channel.send(pages)
                 else:
-                    waiter.channel.send(hand, [memoryview(np.asarray(array)).cast("B")])
+                    waiter.channel.send(pages, [memoryview(np.asarray(array)).cast("B")])
                 waiter.acks.acquire()
 
             with socket_copy(size << 20) as copy:
@@ -219,32 +228,14 @@ class ScriptedEngine:
         self.hub = Hub(name).start()
         self.ready = threading.Event()
         role = {"prompt": 1, "completion": 2}[kind]
-        layout = {
-            "protocol": 1,
-            "role": role,
-            "roles": {},
-            "model": "m",
-            "block_size": 16,
-            "caches": {},
-            "max_model_len": 4096,
-        }
-        from deepinfer_jax.scheduler.roles import EngineType
-
-        layout["roles"] = {r.name: int(r) for r in EngineType}
-        model = {
-            "model": "/nowhere",
-            "max_model_len": 4096,
-            "vocab_size": 1000,
-            "eos_token_ids": [2],
-            "max_logprobs": 0,
-        }
-        model |= {"enable_penalties": True, "mesh": {"tp": 1}}
+        layout = make_layout(EngineType(role), "m", {"block_size": 16, "caches": []}, 4096)
+        model = wire.ModelInfo("/nowhere", 4096, 1000, [2], 0, enable_penalties=True)
         hello = wire.Hello(
             wire.PROTOCOL,
             kind,
             name,
             job=name,
-            layout=layout,
+            layout=layout.to_plain(),
             capacity=(4096, 1 << 24, 4096),
             data="-",
             model=model,
@@ -262,15 +253,14 @@ class ScriptedEngine:
         from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
         if isinstance(m, wire.Start):
-            channel.send(wire.Place(m.key))
-        elif isinstance(m, wire.Placed) and m.target is not None:
-            channel.send(wire.Progress(m.key, 128, 0.001))
-            channel.send(wire.Prefilled(m.key))
-            channel.send(wire.HandedOver(m.key, m.target))
+            channel.send(wire.AssignDecode(m.attempt))
+        elif isinstance(m, wire.Assigned) and m.target is not None:
+            channel.send(wire.Progress(m.attempt, 128, 0.001))
+            channel.send(wire.Prefilled(m.attempt))
+            channel.send(wire.HandedOver(m.attempt, m.target))
             completion = CompletionOutput(0, "", [1] * 64, finish_reason="stop")
-            result = wire.Result(
-                RequestOutput(f"{m.key}/1", None, [], None, [completion], True, RequestMetrics(0.0))
-            )
+            name, metrics = str(m.attempt.handoff(1)), RequestMetrics(0.0)
+            result = wire.Result(RequestOutput(name, None, [], None, [completion], True, metrics))
             self.others[m.target].channel.send(result)
 
 

@@ -1,18 +1,17 @@
-"""Which completion engine takes a request, asked across processes: the prompt engine's side, and
-the router's."""
+"""How a prompt engine asks its router, in another process, which completion engine takes a request:
+the answers come a moment later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.scheduler.routing.ids import AttemptId
 
 
 class RouterPlacement:
-    """A prompt engine's Placement: answers come a moment later. Everything runs in the engine's
-    thread; `send` may be called from any."""
+    """A prompt engine's Placement. Everything runs in the engine's thread; `send` may be called
+    from any."""
 
     def __init__(
         self, send: Callable[[wire.WireMessage], None], has_links: Callable[[], bool]
@@ -62,32 +61,3 @@ class RouterPlacement:
         self.forget(attempt)
         retry = retry or not self._has_links()  # another completion engine may join
         self._send(wire.HandOverFailed(attempt, reason, retry))
-
-
-class PlacementDesk:
-    """The router's side: answers at once, and again when there is room for who found none."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._waiting: dict[AttemptId, tuple[Callable[[wire.Assigned], None], set[str]]] = {}
-
-    def ask(
-        self, attempt: AttemptId, exclude: set[str], reply: Callable[[wire.Assigned], None]
-    ) -> None:
-        target = self._coordinator.assign_decode(attempt, exclude)
-        if target is None and self._coordinator.current(attempt) is not None:
-            self._waiting[attempt] = (reply, exclude)
-        else:
-            self._waiting.pop(attempt, None)
-        reply(wire.Assigned(attempt, target))
-
-    def answer_waiting(self) -> None:
-        """Room may have been made: those who wait for a place, in the order they asked."""
-        for attempt, (reply, exclude) in list(self._waiting.items()):
-            if self._coordinator.current(attempt) is None:
-                del self._waiting[attempt]
-                continue
-            target = self._coordinator.assign_decode(attempt, exclude)
-            if target is not None:
-                del self._waiting[attempt]
-                reply(wire.Assigned(attempt, target))

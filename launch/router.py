@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from deepinfer_jax.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.launch.args import RouterArgs
-from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
-from deepinfer_jax.launch.http import serve_http
+from deepinfer_jax.launch.cluster.core import Cluster, ClusterConfig
+from deepinfer_jax.launch.cluster.http import serve_http
 from deepinfer_jax.rpc.channel import HubConfig
 from deepinfer_jax.rpc.endpoint import as_endpoint, is_loopback
 from deepinfer_jax.rpc.security import Security

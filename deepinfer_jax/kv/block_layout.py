@@ -17,7 +17,7 @@ KINDS = ("blocks", "states")
 
 class BlockLayout:
     """kind is "blocks" (paged caches) or "states" (per-sequence caches); cut is how many pieces a
-    payload's split dimension is cut into on each tensor-parallel device (see kv_transfer.py).
+    payload's split dimension is cut into on each tensor-parallel device (see block_mover.py).
 
     stacked: a payload's arrays are [size, layers, *entry], one per cache (fewest arrays, contiguous
     rows: for CPUs); otherwise [size, *entry], one per layer (no second copy in XLA's gathers: for

@@ -20,7 +20,7 @@ A `BlockMover` belongs to one engine's runner and knows its declared caches, not
 
 `kind` is "blocks" (paged caches, ids are block ids) or "states" (per-sequence caches, ids are state
 rows); ids are local to a rank. `describe()` says what a block is, for whoever stores or receives it
-elsewhere (`make_layout` in handoff.py).
+elsewhere (disagg/layout.py).
 
 Order on the device is program order: a gather reads what every step enqueued before it has written,
 and a step enqueued after it may overwrite the blocks. A payload is a copy, so pools and payload

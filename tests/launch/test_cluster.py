@@ -7,7 +7,7 @@ import pytest
 from wire_handler import FAST, Handler
 
 from deepinfer_jax import LLM, SamplingParams
-from deepinfer_jax.launch.cluster import Cluster, ClusterConfig
+from deepinfer_jax.launch.cluster.core import Cluster, ClusterConfig
 from deepinfer_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.client import RemoteEngine

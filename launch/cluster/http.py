@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deepinfer_jax.launch.cluster import Cluster
+from deepinfer_jax.launch.cluster.core import Cluster
 
 PREFIX = "deepinfer_router_"
 ANSWER_TIMEOUT = 2.0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from deepinfer_jax.disagg.coordinator import Coordinator
-from deepinfer_jax.launch.members import EngineMember
+from deepinfer_jax.launch.cluster.members import EngineMember
 from deepinfer_jax.rpc.hub import Hub
 from deepinfer_jax.rpc.messages import ModelInfo
 from deepinfer_jax.scheduler.routing.router import Router

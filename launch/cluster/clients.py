@@ -9,8 +9,8 @@ import numpy as np
 
 from deepinfer_jax.disagg.coordinator import Coordinator
 from deepinfer_jax.disagg.split_request import FannedOutRequest
-from deepinfer_jax.launch.admission import check_prompt
-from deepinfer_jax.launch.members import ClientMember
+from deepinfer_jax.launch.cluster.admission import check_prompt
+from deepinfer_jax.launch.cluster.members import ClientMember
 from deepinfer_jax.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.sampling_params import SamplingParams

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_jax.disagg.coordinator import Coordinator
-from deepinfer_jax.launch import status
-from deepinfer_jax.launch.admission import check_engine
-from deepinfer_jax.launch.clients import ClientDesk
-from deepinfer_jax.launch.members import ClientMember, EngineMember
-from deepinfer_jax.launch.placement import PlacementDesk
+from deepinfer_jax.launch.cluster import status
+from deepinfer_jax.launch.cluster.admission import check_engine
+from deepinfer_jax.launch.cluster.clients import ClientDesk
+from deepinfer_jax.launch.cluster.desk import PlacementDesk
+from deepinfer_jax.launch.cluster.members import ClientMember, EngineMember
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.channel import Channel, HubConfig, NotNow

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepinfer_jax.disagg.layout import Layout, check_layouts, differences
-from deepinfer_jax.launch.members import EngineMember
+from deepinfer_jax.launch.cluster.members import EngineMember
 from deepinfer_jax.rpc import messages as wire
 
 
