@@ -86,7 +86,7 @@ def serve(a: RouterArgs, balancing: RouterConfig) -> int:
             time.sleep(SIGNAL_POLL)
     alive = cluster.hub.thread.is_alive()
     cluster.hub.stop()
-    http.shutdown()
+    http.close()
     print("router: stopped" if alive else "router: the network thread has failed", flush=True)
     return 0 if alive else 1
 

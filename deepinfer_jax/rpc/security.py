@@ -9,6 +9,8 @@ addresses.
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from zmq.utils import z85
 
 from deepinfer_jax.rpc.endpoint import host_of, is_loopback
 
-MIN_SECRET_BYTES = 16
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 16, 65536
+TOO_WIDE = 0o027
+"""Bits of a secret file's mode that must not be set."""
 
 
 class Security:
@@ -30,9 +34,10 @@ class Security:
         self.keys: tuple[bytes, bytes] | None = None
         if secret is None:
             return
-        if len(secret) < MIN_SECRET_BYTES:
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
             raise ValueError(
-                f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, got {len(secret)}"
+                f"the shared secret must have at least {MIN_SECRET_BYTES} bytes and at most"
+                f" {MAX_SECRET_BYTES}, got {len(secret)}"
             )
         if not zmq.has("curve"):
             raise RuntimeError(
@@ -43,8 +48,18 @@ class Security:
 
     @classmethod
     def from_file(cls, path: str | Path | None) -> Security:
-        """The secret is the file's content without surrounding white space; None: no secret."""
-        return cls() if path is None else cls(Path(path).read_bytes().strip())
+        """The secret is the file's content without surrounding white space; None: no secret.
+        ValueError for a file that others may read, or that its group may change."""
+        if path is None:
+            return cls()
+        with Path(path).open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & TOO_WIDE:
+                raise ValueError(
+                    f"the secret file {path} has mode {mode:04o}: others may read it, or its group"
+                    " may change it; make it 0600 (or 0640)"
+                )
+            return cls(file.read(MAX_SECRET_BYTES + 1).strip())
 
     def check_bind(self, endpoint: str) -> None:
         """Raises ValueError when others than this machine could connect without a secret."""

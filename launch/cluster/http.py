@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deepinfer_jax.engine.stats.pages import NO_PAGE, Page, PageServer
+from deepinfer_jax.engine.stats.prometheus import METRICS_TYPE
 from deepinfer_jax.launch.cluster.core import Cluster
 
 PREFIX = "deepinfer_router_"
 ANSWER_TIMEOUT = 2.0
+JSON = "application/json"
 
 
 def in_hub(cluster: Cluster, question: Callable[[], Any]) -> Any:
@@ -72,48 +73,32 @@ class ClusterCollector(Collector):
             yield family
 
 
-def serve_http(cluster: Cluster, host: str, port: int) -> ThreadingHTTPServer:
+def serve_http(cluster: Cluster, host: str, port: int) -> PageServer:
     """OSError, naming the address, if it cannot be bound."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ClusterCollector(cluster))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            try:
-                self._page()
-            except queue.Empty:
-                body = {
-                    "status": "unhealthy",
-                    "problems": [f"the router's thread has not answered for {ANSWER_TIMEOUT} s"],
-                }
-                self._answer(503, json.dumps(body), "application/json")
-
-        def _page(self) -> None:
-            if self.path == "/healthz":
+    def page(path: str) -> Page:
+        match path.partition("?")[0]:
+            case "/healthz":
                 healthy, body = in_hub(cluster, cluster.health)
-                self._answer(200 if healthy else 503, json.dumps(body), "application/json")
-            elif self.path == "/metrics":
-                self._answer(200, generate_latest(registry).decode(), "text/plain; version=0.0.4")
-            elif self.path == "/status":
-                self._answer(200, json.dumps(in_hub(cluster, cluster.status)), "application/json")
-            else:
-                self._answer(404, "no such page", "text/plain")
+                return Page(json.dumps(body), JSON, 200 if healthy else 503)
+            case "/metrics":
+                return Page(generate_latest(registry).decode(), METRICS_TYPE)
+            case "/status":
+                return Page(json.dumps(in_hub(cluster, cluster.status)), JSON)
+            case _:
+                return NO_PAGE
 
-        def _answer(self, code: int, text: str, kind: str) -> None:
-            data = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
+    def answer(path: str) -> Page:
+        try:
+            return page(path)
+        except queue.Empty:
+            problem = f"the router's thread has not answered for {ANSWER_TIMEOUT} s"
+            body = {"status": "unhealthy", "problems": [problem]}
+            return Page(json.dumps(body), JSON, 503)
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        return PageServer(host, port, answer)
     except OSError as error:
-        raise OSError(error.errno, f"http port {port} on {host}: {error.strerror}") from error
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
-    return server
+        raise OSError(error.errno, f"http {error.strerror}") from error

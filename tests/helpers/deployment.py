@@ -117,6 +117,7 @@ class Deployment:
         self.secret: Path | None = None
         if network is not None or secret is not None:
             self.secret = folder / "secret"
+            self.secret.touch(mode=0o600)
             self.secret.write_bytes(secret or b"of this deployment's processes")
         self.port, self.http = free_port(), free_port()
         self.router_host = self._host("router")

@@ -145,6 +145,7 @@ def bad_requests_are_refused_and_others_go_on(llm):
 
 def bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm):
     other = cluster.folder / "other"
+    other.touch(mode=0o600)
     other.write_bytes(b"a secret of somebody else")
     bad = {
         "blocks": (

@@ -271,7 +271,7 @@ def test_only_loopback_without_a_secret(hubs):
     for endpoint in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.1:0"):
         with pytest.raises(ValueError, match="needs a shared secret"):
             hubs().listen(endpoint, None)
-    with pytest.raises(ValueError, match="at least 16 bytes, got 5"):
+    with pytest.raises(ValueError, match="at least 16 bytes and at most 65536, got 5"):
         Security(b"short")
     assert hubs(SECRET).listen("tcp://0.0.0.0:0", None).startswith("tcp://0.0.0.0:")
 
@@ -290,3 +290,52 @@ def test_outputs_survive_the_wire():
     assert wire.decode(wire.encode(wire.Result(output))).output == output
     with pytest.raises(wire.BadMessage):
         wire.decode(msgspec.msgpack.encode({"t": "result", "output": {"request_id": 5}}))
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o620, 0o666, 0o601])
+def test_a_secret_file_that_others_may_read_is_refused(tmp_path, mode):
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=rf"secret has mode 0{mode:o}: others may read it"):
+        Security.from_file(path)
+    for own in (0o600, 0o400, 0o640):
+        path.chmod(own)
+        assert Security.from_file(path).keys == Security(SECRET).keys
+
+
+def test_a_handler_that_raises_loses_its_channel_and_nothing_else(hubs):
+    class Broken(Handler):
+        def message(self, channel, message, frames):
+            raise ZeroDivisionError("a fault of this handler")
+
+    hub, accepted = hubs(), []
+
+    def accept(channel, hello):
+        if hello.name == "unknown":
+            raise AttributeError("a fault of this function")
+        channel.handler = Broken() if hello.name == "broken" else Handler()
+        channel.handler.channel = channel
+        accepted.append(channel.handler)
+        return wire.Welcome("server")
+
+    endpoint = hub.listen("tcp://127.0.0.1:0", accept)
+    hub.start()
+    clients = {}
+    for name in ("good", "broken", "unknown"):
+        clients[name] = Handler()
+        mine = hubs().start()
+        mine.dial(endpoint, wire.Hello(wire.PROTOCOL, "client", name), clients[name])
+        clients[name].wait(lambda name=name: clients[name].channel or clients[name].ended)
+    assert "its hello cannot be handled: a fault" in clients["unknown"].ended[0]
+    clients["broken"].channel.send(wire.StatusQuery())
+    clients["broken"].wait(lambda: clients["broken"].ended)
+    assert "its StatusQuery cannot be handled: ZeroDivisionError" in clients["broken"].ended[0]
+    hub.call(lambda: 1 / 0)
+    deadline = time.monotonic() + 5
+    while hub.counters["faults"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    clients["good"].channel.send(wire.StatusQuery())
+    accepted[0].wait(lambda: accepted[0].messages)
+    assert hub.thread.is_alive()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -17,10 +17,12 @@ from prometheus_client.registry import Collector
 
 from deepinfer_jax.engine.stats.histogram import Histogram
 from deepinfer_jax.engine.stats.metrics import EngineStats
+from deepinfer_jax.engine.stats.pages import NO_PAGE, Page, PageServer
 from deepinfer_jax.engine.stats.source import StatsSource
 
 PREFIX = "deepinfer_"
 LABELS = ("model_name", "engine")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KV_GAUGES = {
     "loading": "sequences that wait for a stored prefix",
     "host_pages": "pages in host memory",
@@ -166,14 +168,15 @@ class MetricsServer:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineCollector(engine))
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
+            self._server = PageServer(host, port, self._page)
         except OSError as error:
-            raise OSError(
-                error.errno, f"metrics_port {port} on {host}: {error.strerror}"
-            ) from error
+            raise OSError(error.errno, f"metrics_{error.strerror}") from error
         self.host, self.port = host, self._server.server_port
 
+    def _page(self, path: str) -> Page:
+        if path.partition("?")[0] not in ("/metrics", "/"):
+            return NO_PAGE
+        return Page(generate_latest(self.registry).decode(), METRICS_TYPE)
+
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
