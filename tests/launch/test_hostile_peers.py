@@ -423,6 +423,10 @@ def test_a_request_whose_engines_die_goes_to_no_third(router):
         name = holder(r)
         assert take(engines[name], "start")
         engines.pop(name).close(0)
+        deadline = time.monotonic() + 5
+        while name in r.cluster.members:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
     got = take(client, "result", timeout=10)["output"]["outputs"][0]
     assert got["finish_reason"] == "error"
     assert "2 engines have died while they held this request" in got["stop_reason"]
