@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deepinfer_jax import json_text
 from deepinfer_jax.engine.stats.pages import NO_PAGE, Page, PageServer
 from deepinfer_jax.engine.stats.prometheus import METRICS_TYPE
 from deepinfer_jax.launch.cluster.core import Cluster
@@ -82,11 +82,11 @@ def serve_http(cluster: Cluster, host: str, port: int) -> PageServer:
         match path.partition("?")[0]:
             case "/healthz":
                 healthy, body = in_hub(cluster, cluster.health)
-                return Page(json.dumps(body), JSON, 200 if healthy else 503)
+                return Page(json_text.dumps(body), JSON, 200 if healthy else 503)
             case "/metrics":
                 return Page(generate_latest(registry).decode(), METRICS_TYPE)
             case "/status":
-                return Page(json.dumps(in_hub(cluster, cluster.status)), JSON)
+                return Page(json_text.dumps(in_hub(cluster, cluster.status)), JSON)
             case _:
                 return NO_PAGE
 
@@ -96,7 +96,7 @@ def serve_http(cluster: Cluster, host: str, port: int) -> PageServer:
         except queue.Empty:
             problem = f"the router's thread has not answered for {ANSWER_TIMEOUT} s"
             body = {"status": "unhealthy", "problems": [problem]}
-            return Page(json.dumps(body), JSON, 503)
+            return Page(json_text.dumps(body), JSON, 503)
 
     try:
         return PageServer(host, port, answer)
