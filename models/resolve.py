@@ -17,7 +17,7 @@ def resolve_model_path(path: str | Path) -> Path:
         return demo_folder()
     path = Path(path).expanduser()
     if path.suffix == ".gguf":
-        from deepinfer_jax.models.gguf_cache import converted_folder
+        from deepinfer_jax.models.gguf.cache import converted_folder
 
         return converted_folder(path)
     if not path.is_dir():

@@ -14,9 +14,11 @@ from deepinfer_jax.kernels_pallas.private_files import (
     locked,
     private_folder,
 )
-from deepinfer_jax.models.gguf import convert_gguf
+from deepinfer_jax.model_files import CheckpointError
+from deepinfer_jax.models.gguf.convert import convert_gguf
+from deepinfer_jax.models.gguf.reader import parts_of
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of every cache name; raise it when convert_gguf would write something else."""
 
 
@@ -54,14 +56,16 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def converted_folder(source: Path) -> Path:
-    """The folder that a GGUF file converts to; converted again when the file's size or time of
-    change differ.
+    """The folder that a GGUF file converts to; converted again when size or time of change of it,
+    or of one of its parts, differ.
 
-    Raises ValueError when there is no such file or it is not supported.
+    Raises CheckpointError when there is no such file or it is not supported.
     """
-    source = source.resolve()
+    source = source.absolute()  # a link, as hub caches have them, keeps its own name
     if not source.is_file():
-        raise ValueError(f"no such file: {source}")
-    stat = source.stat()
-    key = hashlib.sha256(f"{source}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return cached_folder(f"{source.stem}-{key}", lambda folder: convert_gguf(source, folder))
+        raise CheckpointError(f"no such file: {source}")
+    parts = parts_of(source)
+    stats = [(part, part.stat()) for part in parts]
+    described = "\0".join(f"{part}\0{s.st_size}\0{s.st_mtime_ns}" for part, s in stats)
+    key = hashlib.sha256(described.encode()).hexdigest()[:16]
+    return cached_folder(f"{source.stem}-{key}", lambda folder: convert_gguf(parts[0], folder))
