@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from deepinfer_jax.models.gguf_cache import cached_folder
+from deepinfer_jax.models.gguf.cache import cached_folder
 from deepinfer_jax.runner.model_source import use_compilation_cache
 
 LLAMA = Path(__file__).parents[1] / "golden" / "llama"
