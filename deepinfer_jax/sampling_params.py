@@ -70,7 +70,7 @@ class SamplingParams:
     """In [1e-30, 1]: keep the most probable tokens whose mass reaches top_p."""
     top_k: int = -1
     """Keep the k most probable tokens; -1, 0 and everything from the vocabulary's size on keep all.
-    Below 2**31."""
+    """
     min_p: float = 0.0
     """In [0, 1]: drop tokens less probable than min_p times the most probable one."""
     repetition_penalty: float = 1.0
@@ -230,14 +230,14 @@ class SamplingParams:
                     f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
                 )
             self._set("logit_bias", dict(self.logit_bias) or None)
-        if self.top_k == 0 and not isinstance(self.top_k, bool):
+        _check_int("top_k", self.top_k, -1)
+        if not 0 < self.top_k <= MAX_INT32:  # no vocabulary is larger: both mean all tokens
             self._set("top_k", -1)
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1, MAX_COMPLETIONS)
         _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, SMALLEST_PROBABILITY, 1.0)
-        _check_int("top_k", self.top_k, -1, MAX_INT32)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -74,8 +74,6 @@ REFUSED = [
     ("temperature", 1e308),
     ("top_p", 1e-31),
     ("top_p", 5e-324),
-    ("top_k", 2**31),
-    ("top_k", 2**63),
     ("repetition_penalty", 1e-7),
     ("repetition_penalty", 1e300),
     ("logit_bias", {3: 1e10}),
@@ -116,6 +114,12 @@ def test_messages_name_the_limit():
         SamplingParams(max_tokens=-3)
     with pytest.raises(ValueError, match=r"min_tokens must be at most max_tokens=4, got 5"):
         SamplingParams(max_tokens=4, min_tokens=5)
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 2**31, 2**63, 10**30])
+def test_a_top_k_that_no_vocabulary_reaches_keeps_all(top_k):
+    assert SamplingParams(top_k=top_k).top_k == -1
+    assert SamplingParams(top_k=2**31 - 1).top_k == 2**31 - 1
 
 
 def test_defaults_are_the_reference_s():
