@@ -193,6 +193,8 @@ TABLE: tuple[Implementation, ...] = (
         "mosaic.grouped_matmul:experts_unsupported_reason",
     ),
     Implementation("moe_experts", "xla", "grouped_matmul:moe_experts_xla"),
+    Implementation("index_topk", "xla", "sparse.index_topk:index_topk_xla"),
+    Implementation("sparse_attention", "xla", "sparse.sparse_attention:sparse_attention_xla"),
 )
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar(

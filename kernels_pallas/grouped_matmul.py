@@ -69,6 +69,7 @@ def moe_experts(
     *,
     scales: tuple[Scales, Scales] | None = None,
     row_weights: Float[Array, " M"] | None = None,
+    swiglu_limit: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M K"]:
     """SwiGLU experts: `down[e] @ (silu(gate) * up)` with `gate, up = split(gate_up[e] @ x)`, rows
@@ -76,7 +77,8 @@ def moe_experts(
 
     x: `[M, K]`; gate_up: `[E, 2I, K]` (gate rows first); down: `[E, K, I]`; group_sizes: i32 `[E]`.
     scales: (gate_up, down) as `w_scale` of `grouped_matmul`. row_weights: f32 `[M]`, combine
-    weights multiplied into the result. Rows past sum(group_sizes) give zeros.
+    weights multiplied into the result. swiglu_limit: see `gated`. Rows past sum(group_sizes) give
+    zeros.
     """
     gate_up_scale, down_scale = scales or (None, None)
     _check("moe_experts", x, gate_up, group_sizes, gate_up_scale)
@@ -95,8 +97,17 @@ def moe_experts(
         group_sizes,
         scales=scales,
         row_weights=row_weights,
+        swiglu_limit=swiglu_limit,
         implementation=implementation,
     )
+
+
+def gated(gate: jax.Array, up: jax.Array, limit: float | None = None) -> jax.Array:
+    """silu(gate) * up. limit: gate is clamped to at most this, up to at most this either way
+    (DeepSeek-V4)."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
 
 
 def dequantize(w: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -178,13 +189,14 @@ def moe_experts_xla(
     *,
     scales: tuple[Scales, Scales] | None = None,
     row_weights: Float[Array, " M"] | None = None,
+    swiglu_limit: float | None = None,
 ) -> Float[Array, "M K"]:
     """See `moe_experts`."""
     gate_up_scale, down_scale = scales or (None, None)
 
     def expert(group, rows):
         gate, up = jnp.split(_product(rows, gate_up, gate_up_scale, group), 2, axis=-1)
-        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+        hidden = gated(gate, up, swiglu_limit).astype(x.dtype)
         return _product(hidden, down, down_scale, group)
 
     out = _for_row_tiles(x, group_sizes, x.shape[1], expert)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class PagedCache:
-    """A per-token cache indexed by block: each layer is an array `[num_blocks, block_size,
-    *entry_shape]`.
+    """A cache indexed by block, one entry per `stride` tokens: each layer is an array `[num_blocks,
+    entries_per_block(block_size), *entry_shape]`.
 
     tp_dim: which dimension of entry_shape is split over the `tp` mesh axis (None: replicated).
     """
@@ -26,6 +26,20 @@ class PagedCache:
     entry_shape: tuple[int, ...]
     dtype: jnp.dtype
     tp_dim: int | None = None
+    stride: int = 1
+
+    def entries_per_block(self, block_size: int) -> int:
+        """How many entries lie in a block of `block_size` tokens; where an entry spans several
+        blocks, one of them holds it and the others leave their place empty.
+
+        Raises ValueError where neither size is a multiple of the other.
+        """
+        if block_size % self.stride and self.stride % block_size:
+            raise ValueError(
+                f"block_size {block_size} does not fit cache {self.name!r}, which has an entry per"
+                f" {self.stride} tokens: one must be a multiple of the other"
+            )
+        return max(1, block_size // self.stride)
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,14 @@ class StepBatch:
     state_slots: jax.Array  # i32 [S]; row of each StateCache; 0 in padding sequences
     is_decode: bool = field(default=False, metadata={"static": True})
     q_per_seq: int = field(default=1, metadata={"static": True})
+    block_size: int = field(default=0, metadata={"static": True})  # 0: not told
 
     @property
     def valid(self) -> jax.Array:
         """bool [T]: rows that are not padding."""
         return self.seq_ids < self.kv_lens.shape[0]
+
+    @property
+    def visible(self) -> jax.Array:
+        """i32 [T]: keys each row sees, itself included; 0 in padding rows."""
+        return jnp.where(self.valid, self.positions + 1, 0)

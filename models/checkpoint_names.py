@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
-from deepinfer_jax.models.checkpoint import Checkpoint
+from deepinfer_jax.model_files import CheckpointError
+from deepinfer_jax.models.checkpoint import Checkpoint, TensorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,23 @@ def add_prefix(checkpoint: Checkpoint) -> None:
         name if name.startswith("lm_head.") else f"model.{name}": info
         for name, info in names.items()
     }
+
+
+def rename(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> None:
+    """Gives every tensor the name that a model's rules use for it (`WeightRules.canonical`).
+
+    Raises CheckpointError where two tensors get the same one.
+    """
+    renamed: dict[str, TensorInfo] = {}
+    spelled: dict[str, str] = {}
+    for name, info in checkpoint.tensors.items():
+        new = canonical(name)
+        if new in renamed:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {spelled[new]} and {name} both stand for {new}"
+            )
+        renamed[new], spelled[new] = info, name
+    checkpoint.tensors = renamed
 
 
 def settle_tie(checkpoint: Checkpoint, tied: bool) -> bool:

@@ -27,6 +27,9 @@ from deepinfer_jax.models.layers.rope import RopeConfig, rope_cos_sin
 from deepinfer_jax.models.layers.router import RouterConfig
 from deepinfer_jax.models.rules import Rule, WeightRules, linear_rules, swiglu_rules
 
+LayerCaches = jax.Array | tuple[jax.Array, ...]
+"""What one layer's attention reads and writes: its pool, or one pool per cache."""
+
 
 @dataclass(frozen=True)
 class DeepseekConfig:
@@ -57,6 +60,13 @@ class DeepseekConfig:
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_dense and layer % self.moe_layer_freq == 0
+
+    def attention(self, **kwargs: Any) -> MLAttention:
+        """The attention of one layer."""
+        return MLAttention(self.hidden_size, self.mla, **kwargs)
+
+    def attention_rules(self, target: str, source: str) -> list[Rule]:
+        return mla_rules(self.mla, target, source)
 
 
 def router_config(hf: dict[str, Any]) -> RouterConfig:
@@ -122,7 +132,7 @@ class DecoderLayer(nnx.Module):
         c = config
         kwargs = {"dtype": dtype, "quant": quant, "axes": axes}
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.attn = MLAttention(c.hidden_size, c.mla, **kwargs)
+        self.attn = c.attention(**kwargs)
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.is_moe = c.is_moe(index)
         if self.is_moe:
@@ -139,8 +149,8 @@ class DecoderLayer(nnx.Module):
             self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, **kwargs)
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, pool: jax.Array, batch: StepBatch
-    ):
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, pool: LayerCaches, batch: StepBatch
+    ) -> tuple[jax.Array, LayerCaches, jax.Array | None]:
         y, pool = self.attn(self.attn_norm(x), cos, sin, pool, batch)
         x = x + y
         if not self.is_moe:
@@ -193,14 +203,22 @@ class Deepseek(nnx.Module):
         x = self.embed(batch.tokens)
         cos, sin = rope_cos_sin(self.config.mla.rope, batch.positions)
         pools, loads = [], []
-        for layer, pool in zip(self.layers, caches["latent"], strict=True):
+        for layer, pool in zip(self.layers, self.layer_caches(caches), strict=True):
             x, pool, load = layer(x, cos, sin, pool, batch)
             pools.append(pool)
             loads += [] if load is None else [load]
         loads = (
             jnp.stack(loads) if loads else jnp.zeros((0, self.config.router.num_experts), jnp.int32)
         )
-        return self.norm(x), {**caches, "latent": tuple(pools)}, loads
+        return self.norm(x), caches | self.caches_of(pools), loads
+
+    def layer_caches(self, caches: Caches) -> tuple[LayerCaches, ...]:
+        """What each layer's attention takes of the caches."""
+        return caches["latent"]
+
+    def caches_of(self, layers: list[LayerCaches]) -> Caches:
+        """The caches made of what the layers returned."""
+        return {"latent": tuple(layers)}
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> float32 logits [R, V]."""
@@ -272,7 +290,7 @@ def layer_rules(config: DeepseekConfig, index: int, axes: ParallelAxes) -> list[
     rules = [
         Rule(f"{target}.attn_norm.weight", (f"{source}.input_layernorm.weight",)),
         Rule(f"{target}.mlp_norm.weight", (f"{source}.post_attention_layernorm.weight",)),
-        *mla_rules(config.mla, f"{target}.attn", f"{source}.self_attn"),
+        *config.attention_rules(f"{target}.attn", f"{source}.self_attn"),
     ]
     if not config.is_moe(index):
         return rules + swiglu_rules(f"{target}.mlp", f"{source}.mlp")

@@ -30,7 +30,7 @@ from deepinfer_jax.model_files import CheckpointError
 from deepinfer_jax.models import registry
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.checkpoint import Checkpoint
-from deepinfer_jax.models.checkpoint_names import add_prefix, settle_tie
+from deepinfer_jax.models.checkpoint_names import add_prefix, rename, settle_tie
 from deepinfer_jax.models.hf_config import (
     checkpoint_quantization,
     read_folder_config,
@@ -169,10 +169,12 @@ def _load_model(
             for n, s in slots.items()
         }
     else:
+        rules = model_class.weight_rules(config, axes)
+        rename(checkpoint, rules.canonical)
         arrays = _load(
             checkpoint,
             model_class,
-            model_class.weight_rules(config, axes),
+            rules,
             slots,
             paths,
             place,

@@ -14,6 +14,8 @@ _MODULES = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "deepinfer_jax.models.qwen3_moe:Qwen3Moe"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "deepinfer_jax.models.deepseek:DeepseekV2"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "deepinfer_jax.models.deepseek:DeepseekV3"),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", "deepinfer_jax.models.deepseek_v4:DeepseekV4"),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "deepinfer_jax.models.deepseek_v32:DeepseekV32"),
 }
 
 MODELS: dict[str, str] = {

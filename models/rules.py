@@ -37,6 +37,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Gate, up and down of a feed-forward layer, as most checkpoints call them."""
+
 DEFAULT_IGNORED = (
     r"(.*\.)?rotary_(pos_)?emb\..*",
     r"(.*\.)?(original_)?inv_freq",
@@ -81,12 +84,30 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Rename:
+    r"""A checkpoint name that `pattern` matches in full is taken for `name`, in which \1 is the
+    pattern's first group."""
+
+    pattern: str
+    name: str
+
+
+@dataclass(frozen=True)
 class WeightRules:
     """All rules of a model. ignored: regular expressions of checkpoint names that are not loaded
-    (matched in full)."""
+    (matched in full). renames: other spellings of names, applied one after the other before
+    anything else."""
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    renames: tuple[Rename, ...] = ()
+
+    def canonical(self, name: str) -> str:
+        """The name that the rules use for a checkpoint's `name`."""
+        for rename in self.renames:
+            if match := re.fullmatch(rename.pattern, name):
+                name = match.expand(rename.name)
+        return name
 
     def is_ignored(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in (*DEFAULT_IGNORED, *self.ignored))
@@ -119,12 +140,17 @@ def linear_rules(
     return rules
 
 
-def swiglu_rules(target: str, source: str, *, bias: bool = False) -> list[Rule]:
-    """Rules of a `SwiGLU` at `target` from `source`.{gate_proj, up_proj, down_proj}."""
-    fused = linear_rules(
-        f"{target}.gate_up", (f"{source}.gate_proj", f"{source}.up_proj"), bias=bias
-    )
-    return fused + linear_rules(f"{target}.down", (f"{source}.down_proj",), bias=bias)
+def swiglu_rules(
+    target: str,
+    source: str,
+    *,
+    bias: bool = False,
+    projections: tuple[str, str, str] = PROJECTIONS,
+) -> list[Rule]:
+    """Rules of a `SwiGLU` at `target` from `source`'s gate, up and down projections."""
+    gate, up, down = (f"{source}.{name}" for name in projections)
+    fused = linear_rules(f"{target}.gate_up", (gate, up), bias=bias)
+    return fused + linear_rules(f"{target}.down", (down,), bias=bias)
 
 
 def source_rows(rule: Rule, target_rows: int) -> tuple[int, ...]:

@@ -82,7 +82,9 @@ class BlockLayout:
         return tuple(shape)
 
     def _entry(self, kind: str, spec: CacheSpec) -> tuple[int, ...]:
-        return (self.block_size, *spec.entry_shape) if kind == "blocks" else tuple(spec.shape)
+        if isinstance(spec, PagedCache):
+            return (spec.entries_per_block(self.block_size), *spec.entry_shape)
+        return tuple(spec.shape)
 
     def split_dim(self, kind: str, spec: CacheSpec) -> int:
         """Dimension of a payload's array that tp splits."""

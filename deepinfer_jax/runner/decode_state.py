@@ -96,6 +96,7 @@ class DecodeState:
             seq_ids=jnp.where(valid, jnp.arange(count, dtype=jnp.int32), count),
             state_slots=jnp.where(valid, self.state_slots[rows], 0),
             is_decode=True,
+            block_size=block_size,
         )
 
     def append(self, slots: jax.Array, tokens: jax.Array, num_tokens: jax.Array) -> DecodeState:

@@ -19,7 +19,8 @@ def pool_shape(
     """Global shape of one layer's pool: the ranks' blocks (or slots) are folded into
     dimension 0."""
     if isinstance(spec, PagedCache):
-        return (axes.dp * num_blocks, block_size, *spec.entry_shape)
+        entries = spec.entries_per_block(block_size)
+        return (axes.dp * num_blocks, entries, *spec.entry_shape)
     return (axes.dp * num_slots, *spec.shape)
 
 
@@ -77,7 +78,8 @@ def bytes_per_block(specs: tuple[CacheSpec, ...], axes: ParallelAxes, block_size
     for s in specs:
         if isinstance(s, PagedCache):
             entry = math.prod(s.entry_shape) // (axes.tp if s.tp_dim is not None else 1)
-            total += s.layers * block_size * entry * np.dtype(s.dtype).itemsize
+            entries = s.entries_per_block(block_size)
+            total += s.layers * entries * entry * np.dtype(s.dtype).itemsize
     return total
 
 

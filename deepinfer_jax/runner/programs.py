@@ -267,6 +267,7 @@ class StepPrograms:
             q_starts=starts,
             seq_ids=seq_ids,
             state_slots=inputs["state_slots"],
+            block_size=bs,
         )
 
     def _sample_prefill(self, model, hidden, state: DecodeState, inputs, batch: StepBatch):

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from deepinfer_jax.kernels_pallas.grouped_matmul import gated
 from deepinfer_jax.kernels_pallas.matmul import Weights, weight_format
 from deepinfer_jax.kernels_pallas.mosaic import common as mg
 from deepinfer_jax.kernels_pallas.mosaic.common import ROWS, Interpret
@@ -153,12 +154,13 @@ def experts_unsupported_reason(
     *,
     scales: tuple[jax.Array, jax.Array] | None = None,
     row_weights: Float[Array, " M"] | None = None,
+    swiglu_limit: float | None = None,
 ) -> str | None:
     """Why this kernel cannot run these arguments; None if it can."""
     del row_weights
     first, second = scales or (None, None)
     return unsupported_reason(
-        x, gate_up, group_sizes, w_scale=first, swiglu=True
+        x, gate_up, group_sizes, w_scale=first, swiglu=swiglu_limit is None
     ) or unsupported_reason(x, down, group_sizes, w_scale=second)
 
 
@@ -203,13 +205,18 @@ def moe_experts_mosaic(
     *,
     scales: tuple[jax.Array, jax.Array] | None = None,
     row_weights: Float[Array, " M"] | None = None,
+    swiglu_limit: float | None = None,
     interpret: Interpret = None,
     sms: int = _SMS,
 ) -> Float[Array, "M K"]:
-    """See `moe_experts`."""
+    """See `moe_experts`. With a swiglu_limit, gate and up leave the kernel before they meet."""
     first, second = scales or (None, None)
     run = functools.partial(grouped_matmul_mosaic, interpret=interpret, sms=sms)
-    hidden = run(x, gate_up, group_sizes, w_scale=first, swiglu=True)
+    if swiglu_limit is None:
+        hidden = run(x, gate_up, group_sizes, w_scale=first, swiglu=True)
+    else:
+        both = run(x, gate_up, group_sizes, w_scale=first)
+        hidden = gated(*jnp.split(both, 2, axis=-1), swiglu_limit)
     return run(hidden, down, group_sizes, w_scale=second, row_weights=row_weights)
 
 

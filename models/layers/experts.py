@@ -31,6 +31,7 @@ class Experts(nnx.Module):
         quant: str | None,
         axes: ParallelAxes,
         rows_per_pass: int = 32768,
+        swiglu_limit: float | None = None,
     ) -> None:
         if quant not in EXPERT_FORMATS:
             raise ValueError(f"experts can be stored as {EXPERT_FORMATS}, not {quant!r}")
@@ -41,6 +42,7 @@ class Experts(nnx.Module):
                 f"moe intermediate size {intermediate} is not divisible by tp={axes.tp}"
             )
         self.quant, self.ep, self.rows_per_pass = quant, axes.ep, rows_per_pass
+        self.swiglu_limit = swiglu_limit
         make_kernel(
             self,
             "gate_up",
@@ -59,7 +61,14 @@ class Experts(nnx.Module):
         scales = (self.gate_up_scale[...], self.down_scale[...]) if self.quant else None
         per_pass = min(self.rows_per_pass, pairs_per_pass(*ids.shape, self.ep))
         return apply_experts(
-            rows, ids, weights, self.gate_up[...], self.down[...], scales, per_pass
+            rows,
+            ids,
+            weights,
+            self.gate_up[...],
+            self.down[...],
+            scales,
+            per_pass,
+            self.swiglu_limit,
         )
 
 
@@ -74,7 +83,14 @@ def pairs_per_pass(rows: int, k: int, ep: int) -> int:
 
 
 def apply_experts(
-    rows, ids, weights, gate_up, down, scales=None, per_pass: int = 32768
+    rows: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    per_pass: int = 32768,
+    swiglu_limit: float | None = None,
 ) -> jax.Array:
     """Sorts (row, expert) pairs by expert, runs the grouped matmul on them and adds the results up
     per row. See `Experts.__call__`.
@@ -90,17 +106,13 @@ def apply_experts(
     )  # as a row's experts are distinct, no more than this many are live
     order = jnp.argsort(key, stable=True)[:pairs].astype(jnp.int32)
     weights = jnp.where(ids >= 0, weights, 0.0)
+
+    def experts(x: jax.Array, counts: jax.Array) -> jax.Array:
+        return moe_experts(x, gate_up, down, counts, scales=scales, swiglu_limit=swiglu_limit)
+
     if pairs <= per_pass:
-        out = moe_experts(rows[order // k], gate_up, down, sizes, scales=scales)
-        return _sum_per_row(out, order, weights)
-    return _in_passes(
-        rows,
-        order,
-        sizes,
-        weights,
-        lambda x, n: moe_experts(x, gate_up, down, n, scales=scales),
-        per_pass,
-    )
+        return _sum_per_row(experts(rows[order // k], sizes), order, weights)
+    return _in_passes(rows, order, sizes, weights, experts, per_pass)
 
 
 def _sum_per_row(out: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:

@@ -136,11 +136,17 @@ class MLAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """cos, sin [T, rope_dim / 2]; pool [num_blocks, block_size, 1, kv_rank + rope_dim]. Returns
         (y, pool)."""
-        q_nope, q_rope = self._queries(x, cos, sin)
-        pool = kv_write(pool, self._entries(x, cos, sin)[:, None, :], batch.write_slots)
-        attend = self._expanded if self._expands(batch, pool) else self._absorbed
-        y = attend(q_nope, q_rope, pool, batch)
+        q_nope, q_rope = self.queries(self.query_latent(x), cos, sin)
+        pool = kv_write(pool, self.entries(x, cos, sin)[:, None, :], batch.write_slots)
+        y = self.attend(q_nope, q_rope, pool, batch)
         return self.out(y.reshape(x.shape[0], -1).astype(x.dtype)), pool
+
+    def attend(
+        self, q_nope: jax.Array, q_rope: jax.Array, pool: jax.Array, batch: StepBatch
+    ) -> jax.Array:
+        """[T, H, v]: every row attends to all its keys."""
+        attend = self._expanded if self._expands(batch, pool) else self._absorbed
+        return attend(q_nope, q_rope, pool, batch)
 
     def _expands(self, batch: StepBatch, pool: jax.Array) -> bool:
         sequences, pages = batch.block_tables.shape
@@ -148,14 +154,19 @@ class MLAttention(nnx.Module):
             batch.tokens.shape[0], sequences, pages * pool.shape[1]
         )
 
-    def _queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def query_latent(self, x: jax.Array) -> jax.Array:
+        """What queries are made of, [T, q_rank]; without a q_rank the hidden state itself."""
+        return x if self.q_a is None else self.q_norm(self.q_a(x))
+
+    def queries(
+        self, latent: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """[T, H, nope] and, rotated, [T, H, rope]; H is this rank's heads."""
         c = self.config
-        latent = x if self.q_a is None else self.q_norm(self.q_a(x))
-        q = self.q_b(latent).reshape(x.shape[0], -1, c.nope_dim + c.rope_dim)
+        q = self.q_b(latent).reshape(latent.shape[0], -1, c.nope_dim + c.rope_dim)
         return q[..., : c.nope_dim], apply_rope(q[..., c.nope_dim :], cos, sin, c.interleaved)
 
-    def _entries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    def entries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """Cache entries [T, kv_rank + rope_dim]."""
         c = self.config
         latent, rope = jnp.split(self.kv_a(x), (c.kv_rank,), axis=-1)
@@ -166,10 +177,19 @@ class MLAttention(nnx.Module):
         self, q_nope: jax.Array, q_rope: jax.Array, pool: jax.Array, batch: StepBatch
     ) -> jax.Array:
         """[T, H, v]: queries are brought into latent space, values come out of it."""
-        c = self.config
-        q = jnp.concatenate([jnp.einsum("thn,hnr->thr", q_nope, self.w_uk[...]), q_rope], axis=-1)
+        c, q = self.config, self.absorb(q_nope, q_rope)
         out = paged_attention(q, pool, None, batch, scale=c.scale, v_dim=c.kv_rank)
-        return jnp.einsum("thr,hvr->thv", out.astype(q.dtype), self.w_uv[...])
+        return self.values(out.astype(q.dtype))
+
+    def absorb(self, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
+        """Queries in latent space: [T, H, kv_rank + rope]."""
+        return jnp.concatenate(
+            [jnp.einsum("thn,hnr->thr", q_nope, self.w_uk[...]), q_rope], axis=-1
+        )
+
+    def values(self, latents: jax.Array) -> jax.Array:
+        """Weighted latents [T, H, kv_rank] -> values [T, H, v]."""
+        return jnp.einsum("thr,hvr->thv", latents, self.w_uv[...])
 
     def _expanded(
         self, q_nope: jax.Array, q_rope: jax.Array, pool: jax.Array, batch: StepBatch

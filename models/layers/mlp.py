@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from deepinfer_jax.kernels_pallas.grouped_matmul import gated
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.layers.linear import WHOLE, Linear
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """[..., 2 I] (gate first, then up) -> silu(gate) * up [..., I]."""
+def swiglu(gate_up: jax.Array, limit: float | None = None) -> jax.Array:
+    """[..., 2 I] (gate first, then up) -> silu(gate) * up [..., I].
+
+    limit: see `gated`.
+    """
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return gated(gate, up, limit)
 
 
 class SwiGLU(nnx.Module):

@@ -25,7 +25,7 @@ from deepinfer_jax.models.layers.placement import (
     physical_ids,
 )
 from deepinfer_jax.models.layers.router import RouterConfig, route
-from deepinfer_jax.models.rules import Rule
+from deepinfer_jax.models.rules import PROJECTIONS, Rule
 
 TABLES = ("physical_to_logical", "logical_to_physical", "replica_count")
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -117,6 +117,7 @@ class MoE(nnx.Module):
     tokens per logical expert).
 
     shared_intermediate: width of the shared experts together (they are one SwiGLU); 0: none.
+    swiglu_limit: see `mlp.swiglu`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class MoE(nnx.Module):
         router: RouterConfig,
         *,
         shared_intermediate: int = 0,
+        swiglu_limit: float | None = None,
         dtype: jnp.dtype,
         quant: str | None,
         axes: ParallelAxes,
@@ -133,6 +135,7 @@ class MoE(nnx.Module):
     ) -> None:
         options.check_backend()
         self.router, self.axes, self.options = router, axes, options
+        self.swiglu_limit = swiglu_limit
         num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
         # float32: a rounded logit can flip a choice of experts, and the matrix is tiny
         self.gate = param((router.num_experts, hidden), jnp.float32)
@@ -147,6 +150,7 @@ class MoE(nnx.Module):
             quant=quant,
             axes=axes,
             rows_per_pass=options.rows_per_pass,
+            swiglu_limit=swiglu_limit,
         )
         self.shared = (
             SwiGLU(hidden, shared_intermediate, dtype=dtype, quant=quant, axes=axes)
@@ -156,8 +160,11 @@ class MoE(nnx.Module):
         self.placement = ExpertPlacement(router.num_experts, num_physical)
         self.per_rank = num_physical // axes.ep
 
-    def __call__(self, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, experts = self.route(x)
+    def __call__(
+        self, x: jax.Array, valid: jax.Array, experts: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """experts: i32 [T, k] where they are chosen already; the router only weighs them."""
+        weights, experts = self.route(x, experts)
         experts = jnp.where(valid[:, None], experts, -1)
         rank = jax.lax.axis_index(self.axes.ep_axis) if self.axes.ep > 1 else 0
         ids = physical_ids(
@@ -179,7 +186,7 @@ class MoE(nnx.Module):
         y = routed if self.shared is None else routed + shared.astype(jnp.float32)
         return psum_tp(y, self.axes).astype(x.dtype), expert_load(experts, self.router.num_experts)
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(self, x: jax.Array, experts: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> (weights f32 [T, k], logical experts i32 [T, k])."""
         logits = jax.lax.dot_general(
             x.astype(jnp.float32),
@@ -187,21 +194,63 @@ class MoE(nnx.Module):
             (((1,), (1,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST,
         )
-        return route(logits, None if self.gate_bias is None else self.gate_bias[...], self.router)
+        bias = None if self.gate_bias is None else self.gate_bias[...]
+        return route(logits, bias, self.router, experts)
 
     def _shared(self, x: jax.Array) -> jax.Array | None:
         """This tp rank's share of the shared experts' output: summed over tp together with the
         routed part, in one all-reduce."""
-        return (
-            None if self.shared is None else self.shared.down.matmul(swiglu(self.shared.gate_up(x)))
-        )
+        if self.shared is None:
+            return None
+        return self.shared.down.matmul(swiglu(self.shared.gate_up(x), self.swiglu_limit))
+
+
+@dataclass(frozen=True)
+class SpreadExperts:
+    """Makes a table for dummy weights: every token's experts are distinct, and all get some."""
+
+    vocab_size: int
+    num_experts: int
+    top_k: int
+
+    def __call__(self) -> np.ndarray:
+        first = np.arange(self.vocab_size)[:, None] * self.top_k
+        return ((first + np.arange(self.top_k)) % self.num_experts).astype(np.int32)
+
+
+class ExpertTable(nnx.Variable):
+    """Which experts a token goes to: data of the checkpoint, whole numbers."""
+
+
+class TokenExperts(nnx.Module):
+    """tokens i32 [T] -> their experts i32 [T, k], looked up."""
+
+    def __init__(self, vocab_size: int, router: RouterConfig) -> None:
+        init = SpreadExperts(vocab_size, router.num_experts, router.top_k)
+        shape = (vocab_size, router.top_k)
+        self.table = ExpertTable(jnp.zeros(shape, jnp.int32), init=init)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.table[...], tokens, axis=0, mode="clip")
 
 
 def moe_rules(
-    target: str, source: str, router: RouterConfig, axes: ParallelAxes, options: MoeOptions
+    target: str,
+    source: str,
+    router: RouterConfig,
+    axes: ParallelAxes,
+    options: MoeOptions,
+    *,
+    projections: tuple[str, str, str] = PROJECTIONS,
+    bias: str = "gate.e_score_correction_bias",
 ) -> list[Rule]:
     """Rules of a `MoE` at `target` (without its shared experts) from `source`.gate and
-    `source`.experts.{e}.*_proj."""
+    `source`.experts.{e}.
+
+    projections: the checkpoint's names of an expert's gate, up and down projections; bias: of the
+    router's bias.
+    """
+    gate, up, down = projections
     num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
     slots = tuple(initial_physical_to_logical(router.num_experts, num_physical).tolist())
     expert = f"{source}.experts.{{e}}"
@@ -209,16 +258,12 @@ def moe_rules(
         Rule(f"{target}.gate", (f"{source}.gate.weight",)),
         Rule(
             f"{target}.experts.gate_up",
-            (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
             experts=slots,
         ),
-        Rule(f"{target}.experts.down", (f"{expert}.down_proj.weight",), experts=slots),
+        Rule(f"{target}.experts.down", (f"{expert}.{down}.weight",), experts=slots),
     ]
     for name in TABLES:
         table = InitialTable(name, router.num_experts, num_physical)
         rules.append(Rule(f"{target}.placement.{name}", (), transform=table))
-    return rules + (
-        [Rule(f"{target}.gate_bias", (f"{source}.gate.e_score_correction_bias",))]
-        if router.bias
-        else []
-    )
+    return rules + ([Rule(f"{target}.gate_bias", (f"{source}.{bias}",))] if router.bias else [])

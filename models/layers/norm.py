@@ -1,4 +1,4 @@
-"""RMS normalisation (Zhang and Sennrich, 2019)."""
+"""RMS normalisation (Zhang and Sennrich, 2019) and layer normalisation (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -26,3 +26,20 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], self.eps)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension, in float32,
+    returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float, dtype: jnp.dtype) -> None:
+        self.eps = eps
+        self.weight = param((dim,), dtype, init="ones")
+        self.bias = param((dim,), dtype, init="zeros")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        xf = x.astype(jnp.float32)
+        centred = xf - jnp.mean(xf, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        scaled = centred * jax.lax.rsqrt(variance + self.eps)
+        return (scaled * self.weight[...] + self.bias[...]).astype(x.dtype)

@@ -9,6 +9,8 @@ One function covers the families served here; the configuration says which terms
 * DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid affinities; a correction bias is added for
   *choosing* only; a group's score is the sum of its two best biased affinities; weights are the
   unbiased affinities, optionally normalised, times the scaling factor.
+* DeepSeek-V4: as V3 without groups, affinities are sqrt(softplus(logit)); the first layers take a
+  token's experts from a table and only their weights from here.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
+
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """scoring: "softmax" or "sigmoid"; group_score: how a group is ranked, "max" or "top2" (sum of
+    """scoring: one of SCORING; group_score: how a group is ranked, "max" or "top2" (sum of
     its two best)."""
 
     num_experts: int
@@ -36,8 +40,8 @@ class RouterConfig:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(f"router scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}")
+        if self.scoring not in SCORING:
+            raise ValueError(f"router scoring must be one of {SCORING}, got {self.scoring!r}")
         if self.group_score not in ("max", "top2"):
             raise ValueError(
                 f"router group_score must be 'max' or 'top2', got {self.group_score!r}"
@@ -88,21 +92,33 @@ def limit_groups(choice: jax.Array, config: RouterConfig) -> jax.Array:
 
 
 def route(
-    logits: jax.Array, bias: jax.Array | None, config: RouterConfig
+    logits: jax.Array,
+    bias: jax.Array | None,
+    config: RouterConfig,
+    experts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Router logits f32 [T, E] and correction bias f32 [E] (None without) -> (weights f32 [T, k],
     experts i32 [T, k]).
 
     The experts are in descending order of score; equal scores go to the lower expert id
-    (`lax.top_k` is stable).
+    (`lax.top_k` is stable). experts: i32 [T, k] if they are chosen already: then only weighed.
     """
-    logits = logits.astype(jnp.float32)
-    scores = (
-        jax.nn.softmax(logits, axis=-1) if config.scoring == "softmax" else jax.nn.sigmoid(logits)
-    )
-    choice = scores if bias is None else scores + bias.astype(jnp.float32)
-    experts = jax.lax.top_k(limit_groups(choice, config), config.top_k)[1]
+    scores = affinities(logits.astype(jnp.float32), config.scoring)
+    if experts is None:
+        choice = scores if bias is None else scores + bias.astype(jnp.float32)
+        experts = jax.lax.top_k(limit_groups(choice, config), config.top_k)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + config.normalize_eps)
     return weights * config.scale, experts
+
+
+def affinities(logits: jax.Array, scoring: str) -> jax.Array:
+    """Scores of the experts, f32 [T, E]."""
+    match scoring:
+        case "softmax":
+            return jax.nn.softmax(logits, axis=-1)
+        case "sigmoid":
+            return jax.nn.sigmoid(logits)
+        case _:
+            return jnp.sqrt(jax.nn.softplus(logits))

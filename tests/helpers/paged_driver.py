@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from deepinfer_jax.models.base import PagedCache, ParallelAxes, StepBatch
+from deepinfer_jax.models.base import CacheSpec, ParallelAxes, StateCache, StepBatch
 from deepinfer_jax.models.loading import LoadedModel, load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+NUM_SLOTS = 16
 
 
 class PagedDriver:
@@ -39,19 +40,20 @@ class PagedDriver:
             pages,
         )
         specs = model.model_class.cache_specs(model.config, ParallelAxes(), jnp.dtype(cache_dtype))
-        assert all(isinstance(s, PagedCache) for s in specs)
-        shape = (num_blocks, block_size)
-        # NaN in unwritten slots: whatever reads past a sequence's keys shows.
+        # NaN in unwritten places: whatever reads past a sequence's keys shows.
         self.caches = {
-            s.name: tuple(
-                jnp.full((*shape, *s.entry_shape), jnp.nan, s.dtype) for _ in range(s.layers)
-            )
-            for s in specs
+            s.name: (jnp.full(self._pool_shape(s), jnp.nan, s.dtype),) * s.layers for s in specs
         }
+        self.slots: dict[int, int] = {}  # rows of per-sequence caches; row 0 belongs to padding
         self.free = list(np.random.default_rng(7).permutation(num_blocks))
         self.blocks: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self._step = jax.jit(self._run)
+
+    def _pool_shape(self, spec: CacheSpec) -> tuple[int, ...]:
+        if isinstance(spec, StateCache):
+            return (NUM_SLOTS, *spec.shape)
+        return (self.num_blocks, spec.entries_per_block(self.block_size), *spec.entry_shape)
 
     def _run(self, params, caches, batch):
         module = nnx.merge(self.model.graphdef, params)
@@ -62,6 +64,7 @@ class PagedDriver:
         """(positions, write slots) of the sequence's next `count` tokens, taking blocks
         as needed."""
         start = self.lengths.setdefault(seq, 0)
+        self.slots.setdefault(seq, len(self.slots) + 1)
         blocks = self.blocks.setdefault(seq, [])
         while len(blocks) * self.block_size < start + count:
             blocks.append(int(self.free.pop()))
@@ -86,13 +89,14 @@ class PagedDriver:
             np.zeros((padded_seqs, self.pages), np.int32),
             np.zeros(padded_seqs, np.int32),
         )
-        q_starts = np.zeros(padded_seqs + 1, np.int32)
+        q_starts, state_slots = np.zeros(padded_seqs + 1, np.int32), np.zeros(padded_seqs, np.int32)
         row = 0
         for i, (seq, ids) in enumerate(rows.items()):
             span = slice(row, row + len(ids))
             positions[span], slots[span] = self._slots(seq, len(ids))
             tokens[span], seq_ids[span] = ids, i
             row += len(ids)
+            state_slots[i] = self.slots[seq]
             tables[i, : len(self.blocks[seq])], kv_lens[i], q_starts[i + 1 :] = (
                 self.blocks[seq],
                 self.lengths[seq],
@@ -106,9 +110,9 @@ class PagedDriver:
             kv_lens,
             q_starts,
             seq_ids,
-            np.zeros(padded_seqs, np.int32),
+            state_slots,
         )
-        return StepBatch(*map(jnp.asarray, arrays), is_decode=is_decode, q_per_seq=1)
+        return StepBatch(*map(jnp.asarray, arrays), is_decode=is_decode, block_size=self.block_size)
 
     def prefill(self, rows: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """seq -> its next prompt tokens; returns seq -> logits [len, vocab]."""
@@ -148,6 +152,7 @@ def check_against_golden(
         load_model(GOLDEN / name, dtype="float32", **load),
         block_size=block_size,
         num_blocks=512 // block_size,
+        pages=-(-96 // block_size),
     )
     logits = {i: [] for i in range(len(cases))}
     longest = max(len(c["prompt"]) for c in cases)

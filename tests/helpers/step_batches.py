@@ -13,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.models.base import ParallelAxes, StepBatch
+from deepinfer_jax.runner import kv_pools
 
 BLOCK = 8
+NUM_SLOTS = 8
 
 
 @dataclass
@@ -25,10 +27,12 @@ class Rank:
     lens: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     used: int = 0
+    slots: dict[int, int] = field(default_factory=dict)  # rows of per-sequence caches, from 1 on
 
     def rows(self, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and write slots of `tokens`, appended to sequence `seq`."""
         start = self.lens.setdefault(seq, 0)
+        self.slots.setdefault(seq, len(self.slots) + 1)
         table = self.tables.setdefault(seq, [])
         self.lens[seq] = start + len(tokens)
         while len(table) * BLOCK < self.lens[seq]:
@@ -62,18 +66,28 @@ def build_batch(
         np.zeros(seqs, np.int32),
         np.zeros(seqs + 1, np.int32),
     )
-    at = 0
+    at, state_slots = 0, np.zeros(seqs, np.int32)
     for s, (seq, toks) in enumerate(work):
         n = len(toks)
         positions[at : at + n], slots[at : at + n] = rank.rows(seq, toks)
         tokens[at : at + n], seq_ids[at : at + n] = toks, s
         tables[s, : len(rank.tables[seq])], lens[s] = rank.tables[seq], rank.lens[seq]
+        state_slots[s] = rank.slots[seq]
         at += n
         starts[s + 1 :] = at
     if decode:
         starts = np.arange(seqs + 1, dtype=np.int32)
     return StepBatch(
-        tokens, positions, slots, tables, lens, starts, seq_ids, np.zeros(seqs, np.int32), decode, 1
+        tokens,
+        positions,
+        slots,
+        tables,
+        lens,
+        starts,
+        seq_ids,
+        state_slots,
+        is_decode=decode,
+        block_size=BLOCK,
     )
 
 
@@ -98,14 +112,9 @@ class Driver:
         self.dp = P((axes.replica_axis, axes.ep_axis))
         self.cache_specs, self.caches = {}, {}
         for spec in loaded.model_class.cache_specs(loaded.config, axes, dtype):
-            entry = [
-                axes.tp_axis if i == spec.tp_dim else None for i in range(len(spec.entry_shape))
-            ]
-            self.cache_specs[spec.name] = (
-                P((axes.replica_axis, axes.ep_axis), None, *entry),
-            ) * spec.layers
+            self.cache_specs[spec.name] = (kv_pools.pool_spec(spec, axes),) * spec.layers
             sharding = NamedSharding(self.mesh, self.cache_specs[spec.name][0])
-            shape = (axes.dp * num_blocks, BLOCK, *spec.entry_shape)
+            shape = kv_pools.pool_shape(spec, axes, num_blocks, BLOCK, NUM_SLOTS)
             # garbage where nothing was written: it must never reach a result
             self.caches[spec.name] = tuple(
                 jax.device_put(jnp.full(shape, 7.0, spec.dtype), sharding)
