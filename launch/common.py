@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from deepinfer_jax import environ
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.disagg.config import ROLE_FIELDS
 from deepinfer_jax.disagg.layout import Layout
 from deepinfer_jax.disagg.protocol import HandoffConfig
 from deepinfer_jax.flags import add_dataclass_flags, add_model_flag, dataclass_values
 from deepinfer_jax.launch.args import LaunchArgs
+from deepinfer_jax.launch.logs import set_up_logging
 from deepinfer_jax.launch.processes import Job
 from deepinfer_jax.rpc.channel import HubConfig
 from deepinfer_jax.rpc.endpoint import as_endpoint, host_of, is_loopback
@@ -83,13 +83,6 @@ def role_main(role: EngineType, description: str | None, argv: Sequence[str] | N
     except (ValueError, OSError) as error:
         print(f"deepinfer-jax: error: {error}", file=sys.stderr, flush=True)
         return 2
-
-
-def set_up_logging() -> None:
-    level = environ.get("LOG_LEVEL", str)
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
 
 
 def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from deepinfer_jax.flags import add_dataclass_flags, dataclass_values
 from deepinfer_jax.launch.args import RouterArgs
 from deepinfer_jax.launch.cluster.core import Cluster, ClusterConfig
 from deepinfer_jax.launch.cluster.http import serve_http
+from deepinfer_jax.launch.logs import set_up_logging
 from deepinfer_jax.rpc.channel import HubConfig
 from deepinfer_jax.rpc.endpoint import as_endpoint, is_loopback
 from deepinfer_jax.rpc.security import Security
@@ -37,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_dataclass_flags(parser, RouterArgs, "router")
     add_dataclass_flags(parser, RouterConfig, "balancing")
     args = parser.parse_args(argv)
-    from deepinfer_jax.launch.common import set_up_logging
-
     set_up_logging()
     try:
         return serve(

@@ -25,10 +25,10 @@ class CacheLayout(msgspec.Struct, frozen=True):
     """One cache of a model. kind: indexed by blocks, or by states. entry: shape of one layer's
     entry; () where nothing is handed over."""
 
+    kind: str
     layers: _Size
+    entry: tuple[_Size, ...]
     dtype: str
-    kind: str = ""
-    entry: tuple[_Size, ...] = ()
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def make_layout(
         fingerprint,
         blocks["block_size"],
         {
-            c["name"]: CacheLayout(c["layers"], c["dtype"], c["kind"], tuple(c["entry"]))
+            c["name"]: CacheLayout(c["kind"], c["layers"], tuple(c["entry"]), c["dtype"])
             for c in blocks["caches"]
         },
         max_model_len,

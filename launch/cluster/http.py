@@ -11,8 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from deepinfer_jax import json_text
-from deepinfer_jax.engine.stats.pages import NO_PAGE, Page, PageServer
-from deepinfer_jax.engine.stats.prometheus import METRICS_TYPE
+from deepinfer_jax.engine.stats.pages import METRICS_TYPE, NO_PAGE, Page, PageServer
 from deepinfer_jax.launch.cluster.core import Cluster
 
 PREFIX = "deepinfer_router_"

@@ -1,6 +1,8 @@
 """The router process's core against engines that are played by the tests: no device, no second
 process."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -566,3 +568,12 @@ def test_a_client_is_told_why_there_is_no_deployment(world):
         RemoteEngine(w.cluster.endpoint, connect_timeout=0.3)
     with pytest.raises(ValueError, match=r"must look like host:port, got 'nonsense'"):
         RemoteEngine("nonsense")
+
+
+def test_a_router_needs_no_device():
+    code = (
+        "import sys; from deepinfer_jax.launch import router;"
+        " router.main(['--listen', 'nonsense']); print('jax' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False\n", run

@@ -15,6 +15,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content-Type of Prometheus' text format."""
 MAX_CONNECTIONS = 16
 """Served at a time, one thread each; more are closed at once."""
 READ_SECONDS = 5.0

@@ -17,12 +17,11 @@ from prometheus_client.registry import Collector
 
 from deepinfer_jax.engine.stats.histogram import Histogram
 from deepinfer_jax.engine.stats.metrics import EngineStats
-from deepinfer_jax.engine.stats.pages import NO_PAGE, Page, PageServer
+from deepinfer_jax.engine.stats.pages import METRICS_TYPE, NO_PAGE, Page, PageServer
 from deepinfer_jax.engine.stats.source import StatsSource
 
 PREFIX = "deepinfer_"
 LABELS = ("model_name", "engine")
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KV_GAUGES = {
     "loading": "sequences that wait for a stored prefix",
     "host_pages": "pages in host memory",
