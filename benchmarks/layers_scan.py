@@ -287,10 +287,10 @@ def measure_aot(args: argparse.Namespace) -> None:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from deepinfer_jax.kernels_pallas.gpu_targets import H200
+    from deepinfer_jax.kernels_pallas.aot.targets import find_target
 
     topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=H200, topology="1x1x1"
+        "", platform="cuda", target_config=find_target("h200").config(), topology="1x1x1"
     )
     sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), P())
     print(HEADER)

@@ -257,11 +257,10 @@ def aot() -> None:
     bytes, temporary memory."""
     from jax.experimental import topologies
 
-    from deepinfer_jax.kernels_pallas.dispatch import use_target
-    from deepinfer_jax.kernels_pallas.gpu_targets import H200
+    from deepinfer_jax.kernels_pallas.aot.targets import find_target
 
     devices = topologies.get_topology_desc(
-        "", platform="cuda", target_config=H200, topology="1x1x8"
+        "", platform="cuda", target_config=find_target("h200").config(), topology="1x1x8"
     ).devices
     mesh = Mesh(np.array(devices).reshape(1, 8), ("replica", "ep"))
     case = Case(8, 256, 256, hidden=7168, inner=2048)
@@ -271,7 +270,7 @@ def aot() -> None:
     )
     for options in (MoeOptions(), MoeOptions(dispatch="ragged")):
         options.check_backend(RAGGED_FLAG)  # compiling is safe without the flag; running is not
-        with jax.default_device(devices[0]), use_target("cuda", (9, 0)):
+        with jax.default_device(devices[0]):
             program, shapes = build(case, mesh, options, jnp.bfloat16)
             lowered = program.trace(*shapes).lower()
             compiled = lowered.compile()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 ENVIRONMENT_VARIABLE = "DEEPINFER_KERNELS"
 
@@ -27,10 +28,11 @@ ENVIRONMENT_VARIABLE = "DEEPINFER_KERNELS"
 @dataclass(frozen=True)
 class Target:
     """What the traced program is compiled for. capability: CUDA compute capability (major, minor);
-    None off CUDA."""
+    cores: streaming multiprocessors; both None off CUDA."""
 
     platform: str
     capability: tuple[int, int] | None = None
+    cores: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -57,17 +59,24 @@ class Implementation:
     capabilities: tuple[int, ...] = ()
     check: str | None = None
 
+    @property
+    def is_kernel(self) -> bool:
+        return self.path.startswith("mosaic.")
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of one selection: what runs, why, and what was refused (name, reason)
-    on the way."""
+    """The outcome of one selection: what runs, why, and what was refused (name, reason) on the way.
+
+    is_kernel: whether it is a Mosaic kernel.
+    """
 
     op: str
     target: Target
     name: str
     why: str
     refused: tuple[tuple[str, str], ...]
+    is_kernel: bool = False
 
     def __str__(self) -> str:
         refused = "".join(f"; {name} refused: {reason}" for name, reason in self.refused)
@@ -208,14 +217,16 @@ def normalize_platform(platform: str) -> str:
 
 
 @contextlib.contextmanager
-def use_target(platform: str, capability: tuple[int, int] | None = None) -> Iterator[Target]:
-    """Trace the enclosed programs for `platform` ("cpu", "cuda") and CUDA compute capability, e.g.
-    ("cuda", (9, 0)) for an H200.
+def use_target(
+    platform: str, capability: tuple[int, int] | None = None, cores: int | None = None
+) -> Iterator[Target]:
+    """Trace the enclosed programs for `platform` ("cpu", "cuda"), CUDA compute capability and
+    number of multiprocessors, e.g. ("cuda", (9, 0), 132) for an H200.
 
-    Needed only to compile for a device that is not the process's default one (ahead-of-time
-    compilation).
+    Needed only to choose for a device that is neither the process's default one nor
+    `jax.default_device`. Kernels that need to know `cores` refuse to be traced without.
     """
-    target = Target(normalize_platform(platform), capability)
+    target = Target(normalize_platform(platform), capability, cores)
     token = _target.set(target)
     try:
         yield target
@@ -229,7 +240,7 @@ def _target_of(device: jax.Device) -> Target:
     if platform != "cuda":
         return Target(platform)
     major, minor = str(device.compute_capability).split(".")
-    return Target(platform, (int(major), int(minor)))
+    return Target(platform, (int(major), int(minor)), device.core_count)
 
 
 def current_target() -> Target:
@@ -303,7 +314,12 @@ def select(
         reason = _unsupported_reason(candidate, target, args, kwargs)
         if reason is None:
             choice = Choice(
-                op, target, candidate.name, why if forced else "first that fits", tuple(refused)
+                op,
+                target,
+                candidate.name,
+                why if forced else "first that fits",
+                tuple(refused),
+                candidate.is_kernel,
             )
             _chosen.setdefault(choice)
             return _load(candidate.path), choice
@@ -318,8 +334,36 @@ def select(
 
 def dispatch[R](op: str, *args: object, implementation: str | None = None, **kwargs: object) -> R:
     """What the chosen implementation of `op` returns for these arguments; raises as `select`."""
-    function, _ = select(op, args, kwargs, implementation)
-    return function(*args, **kwargs)
+    function, choice = select(op, args, kwargs, implementation)
+    if not choice.is_kernel:
+        return function(*args, **kwargs)
+    static = {name: value for name, value in kwargs.items() if _is_static(value)}
+    arrays = {name: value for name, value in kwargs.items() if name not in static}
+    return _traced_once(function, choice.target, tuple(static.items()))(*args, **arrays)
+
+
+def _is_static(value: object) -> bool:
+    return not any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
+
+
+@functools.cache
+def _traced_once(
+    function: Callable, target: Target, static: tuple[tuple[str, object], ...]
+) -> Callable:
+    """`function` as a program of its own inside the caller's.
+
+    A model calls a kernel once per layer with the same shapes. Within `jax.jit` it is traced and
+    lowered once for all of them (docs/decisions/070-warm-up.md). The target is part of the key
+    because kernels ask for it.
+    """
+    del target
+
+    # not functools.partial: JAX takes equal partials for one function, whatever the target
+    @functools.wraps(function)
+    def traced(*args: object, **arrays: object) -> object:
+        return function(*args, **dict(static), **arrays)
+
+    return jax.jit(traced)
 
 
 def choices() -> tuple[Choice, ...]:

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import glob
 import importlib
 import os
 import subprocess
@@ -27,7 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinfer_jax.kernels_pallas import aot, dispatch
+from deepinfer_jax.kernels_pallas import dispatch
+from deepinfer_jax.kernels_pallas.aot.check import Report, gpu_target, read_dump
+from deepinfer_jax.kernels_pallas.aot.targets import find_target
 from deepinfer_jax.kernels_pallas.grouped_matmul import grouped_matmul
 
 _JAX = "jax.experimental.pallas.ops.gpu"
@@ -148,6 +151,9 @@ CANDIDATES: dict[str, tuple[Callable, str]] = {  # name -> (function, module it 
 }
 
 
+TARGETS = ("h200", "b200")
+
+
 def installed(module: str) -> bool:
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
@@ -155,16 +161,16 @@ def installed(module: str) -> bool:
     return False
 
 
-def compile_one(fn: Callable, problem: Problem, target: str, dump: str) -> aot.Report:
-    report = aot.Report(target, "grouped_matmul", problem.label)
-    with aot.gpu_target(target) as mesh:
+def compile_one(fn: Callable, problem: Problem, target: str, dump: str) -> Report:
+    report = Report(target, "grouped_matmul", problem.label)
+    with gpu_target(find_target(target)) as mesh:
         sharding = NamedSharding(mesh, PartitionSpec())
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in problem.args()]
         dispatch.reset_explain()
         compiled = jax.jit(fn, out_shardings=sharding).trace(*args).lower().compile()
     report.temp_bytes = compiled.memory_analysis().temp_size_in_bytes
     if os.listdir(dump):
-        aot.read_dump(report, dump)
+        read_dump(report, dump, find_target(target))
     return report
 
 
@@ -187,14 +193,15 @@ def rows(target: str, only: str | None) -> Iterator[str]:
         if not installed(module):
             print(f"{name}: {module} is not installed, skipped", file=sys.stderr)
             continue
-        if "collective" in name and target != "B200":
+        if "collective" in name and target != "b200":
             print(
                 f"{name}: not tried on {target}, where compiling it ends the process",
                 file=sys.stderr,
             )
             continue
         for problem in PROBLEMS:
-            aot.empty(dump)
+            for path in glob.glob(f"{dump}/*"):
+                os.remove(path)
             left = f"| {name} | {target} | {problem.label} |"
             try:
                 r = compile_one(fn, problem, target, dump)
@@ -216,14 +223,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", choices=sorted(aot.TARGETS), help="default: each in turn")
+    parser.add_argument("--target", choices=TARGETS, help="default: each in turn")
     parser.add_argument("--only", help="candidates whose name contains this")
     options = parser.parse_args()
     if (
         options.target is None
     ):  # a process each: tokamax compiled for one kind of GPU fails for the next
         only = ["--only", options.only] if options.only else []
-        for target in sorted(aot.TARGETS, reverse=True):
+        for target in TARGETS:
             subprocess.run([sys.executable, __file__, "--target", target, *only], check=True)
         return
     print(

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deepinfer_jax.kernels_pallas.dispatch import current_target
+
 LOG2E = math.log2(math.e)
 ROWS = 64  # rows of one wgmma
 ALIGN = 8  # rows of a tile of shared memory
@@ -24,6 +26,16 @@ Interpret = object
 """`interpret` of `plgpu.kernel`: None, or the interpreter's parameters (tests only)."""
 
 NEVER = -1e30  # a score no key can reach: exp2 of it is 0, and NEVER - NEVER is 0 rather than NaN
+
+
+def cores() -> int:
+    """Streaming multiprocessors of the device that is compiled for; 2 in the interpreter."""
+    target = current_target()
+    if target.platform != "cuda":
+        return 2
+    if target.cores is None:
+        raise ValueError(f"{target}: how many multiprocessors? Trace under jax.default_device")
+    return target.cores
 
 
 def matrix_smem(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int = 128) -> plgpu.SMEM:

@@ -26,8 +26,8 @@ from deepinfer_jax.kernels_pallas.matmul import Weights, weight_format
 from deepinfer_jax.kernels_pallas.mosaic import common as mg
 from deepinfer_jax.kernels_pallas.mosaic.common import ROWS, Interpret
 
-_SMS = 132  # blocks: one per SM of an H100 or H200
-_SHARED_MEMORY = 200 * 1024
+# for the ring and what stands beside it: 227 KiB less barriers
+_SHARED_MEMORY = 225 * 1024
 # up to here a dense e4m3 product reads weights longer than it multiplies, by peaks: the kernel
 # saves bytes
 _MAX_DENSE_ROWS = 1024
@@ -48,7 +48,9 @@ class _Tile:
     @classmethod
     def choose(cls, rows: int, groups: int, n: int, *, swiglu: bool, fp8: bool) -> _Tile:
         large = rows >= ROWS * groups
-        wide = large and not fp8 and n % 256 == 0
+        # 256 columns: large bf16 products, and with swiglu small ones, whose results are half as
+        # wide: a row of 64 for each warpgroup is the 128 bytes that a TMA store may begin at
+        wide = n % 256 == 0 and ((large and not fp8) or (swiglu and not large))
         return cls(
             m=128 if large else 64,
             n=256 if wide else 128,
@@ -186,7 +188,7 @@ def matmul_mosaic(
     *,
     out_dtype: jnp.dtype,
     interpret: Interpret = None,
-    sms: int = _SMS,
+    sms: int | None = None,
 ) -> Float[Array, "M N"]:
     """fp8 weights as one group that has all rows."""
     w, scale = weights
@@ -207,7 +209,7 @@ def moe_experts_mosaic(
     row_weights: Float[Array, " M"] | None = None,
     swiglu_limit: float | None = None,
     interpret: Interpret = None,
-    sms: int = _SMS,
+    sms: int | None = None,
 ) -> Float[Array, "M K"]:
     """See `moe_experts`. With a swiglu_limit, gate and up leave the kernel before they meet."""
     first, second = scales or (None, None)
@@ -229,11 +231,12 @@ def grouped_matmul_mosaic(
     row_weights: Float[Array, " M"] | None = None,
     swiglu: bool = False,
     interpret: Interpret = None,
-    sms: int = _SMS,
+    sms: int | None = None,
 ) -> Float[Array, "M out"]:
     """`grouped_matmul`; with swiglu `[M, N / 2]`, silu of the first half of the columns times the
-    second; times row_weights."""
+    second; times row_weights. sms: blocks (None: one per multiprocessor)."""
     m, (e, n, _) = x.shape[0], w.shape
+    sms = sms or mg.cores()
     tile = _Tile.choose(m, e, n, swiglu=swiglu, fp8=w_scale is not None)
     rows = max(m, tile.m)  # a TMA box may not exceed the array
     x = jnp.pad(x, ((0, rows - m), (0, 0)))

@@ -24,7 +24,7 @@ from deepinfer_jax.kernels_pallas.mosaic.common import ROWS, Interpret
 
 _TILE = 64  # keys per step
 _STAGES = 3
-_BLOCKS_WANTED = 2 * 132  # two blocks per SM of an H200
+_BLOCKS_PER_CORE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def pool_unsupported_reason(pool: Keys | Values) -> str | None:
 def split_count(blocks: int, tiles: int) -> int:
     """Splits of the keys that fill the device: enough blocks for every SM, at least 4 tiles per
     split at full length."""
-    return max(1, min(_BLOCKS_WANTED // max(1, blocks), tiles // 4))
+    return max(1, min(_BLOCKS_PER_CORE * mg.cores() // max(1, blocks), tiles // 4))
 
 
 def paged_decode_mosaic(

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from deepinfer_jax import kernels_pallas
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.kernels_pallas.aot.check import claim_architecture
 from deepinfer_jax.launch.planner.floor import ModelCosts, StepFloor, model_costs, step_floor
 from deepinfer_jax.launch.planner.gpus import Gpu, find_gpu
 from deepinfer_jax.models.base import ParallelAxes
@@ -186,14 +186,12 @@ def plan_mesh(axes: ParallelAxes, gpu: Gpu | None, compiles: bool) -> Iterator[M
             )
         from jax.experimental import topologies
 
+        claim_architecture(gpu.target)
         count = axes.dp * axes.tp
         topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=gpu.target_config(), topology=f"1x1x{count}"
+            "", platform="cuda", target_config=gpu.target.config(), topology=f"1x1x{count}"
         )
-        with (
-            jax.default_device(topology.devices[0]),
-            kernels_pallas.use_target("cuda", gpu.capability),
-        ):
+        with jax.default_device(topology.devices[0]):
             yield make_mesh(axes, topology.devices)
 
 

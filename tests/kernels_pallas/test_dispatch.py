@@ -124,3 +124,26 @@ def test_target_is_restored():
     with kernels.use_target(*H200):
         assert str(kernels.current_target()) == "cuda sm_90"
     assert kernels.current_target() == before == dispatch.Target("cpu")
+
+
+def test_a_kernel_is_traced_once_for_all_layers():
+    """Two layers with the same shapes call one program; another target has its own."""
+
+    def layers(q, *rest):
+        for _ in range(2):
+            q = kernels.paged_decode(q, *rest, scale=0.1)
+        return q
+
+    def inner(cores: int) -> list:
+        with kernels.use_target("cuda", (9, 0), cores):
+            jaxpr = jax.make_jaxpr(layers)(*decode_args())
+        return [e.params["jaxpr"] for e in jaxpr.eqns if "jaxpr" in e.params]
+
+    first, second = inner(132)
+    assert first is second
+    assert first is not inner(78)[0]
+
+
+def test_kernels_refuse_a_target_of_unknown_size():
+    with kernels.use_target(*H200), pytest.raises(ValueError, match="how many multiprocessors"):
+        jax.make_jaxpr(lambda *a: kernels.paged_decode(*a, scale=0.1))(*decode_args())
