@@ -129,12 +129,12 @@ def test_target_is_restored():
 def test_a_kernel_is_traced_once_for_all_layers():
     """Two layers with the same shapes call one program; another target has its own."""
 
-    def layers(q, *rest):
-        for _ in range(2):
-            q = kernels.paged_decode(q, *rest, scale=0.1)
-        return q
-
     def inner(cores: int) -> list:
+        def layers(q, *rest):  # a new function: JAX keeps what a function was traced to
+            for _ in range(2):
+                q = kernels.paged_decode(q, *rest, scale=0.1)
+            return q
+
         with kernels.use_target("cuda", (9, 0), cores):
             jaxpr = jax.make_jaxpr(layers)(*decode_args())
         return [e.params["jaxpr"] for e in jaxpr.eqns if "jaxpr" in e.params]
