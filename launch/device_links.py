@@ -24,7 +24,8 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from deepinfer_jax.disagg.messages import PayloadKind
-from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.kv.block_mover import BlockMover
+from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.launch.links import NetLink
 from deepinfer_jax.rpc import messages as wire
 

@@ -26,7 +26,8 @@ from deepinfer_jax.disagg.messages import (
     decode_body,
     encode_body,
 )
-from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.kv.block_mover import BlockMover
+from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.rpc import messages as wire
 from deepinfer_jax.rpc.channel import Channel
 

@@ -13,7 +13,7 @@ from deepinfer_jax.disagg.protocol import HandoffConfig, Refused
 from deepinfer_jax.disagg.receiver import Receiver
 from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
-from deepinfer_jax.kv.block_mover import Payload
+from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 from deepinfer_jax.scheduler.sequence import Sequence as SchedulerSequence

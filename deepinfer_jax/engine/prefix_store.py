@@ -23,7 +23,8 @@ import numpy as np
 from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.engine.kv_identity import KVIdentity
 from deepinfer_jax.engine.requests import Completion
-from deepinfer_jax.kv.block_mover import BlockMover, Payload
+from deepinfer_jax.kv.block_mover import BlockMover
+from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.kv.store import KVStore
 from deepinfer_jax.kv.store_format import chain_keys, root_key
 from deepinfer_jax.kv.tiers import Loaded, Prefix, TieredStore

@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,6 +46,15 @@ from jax.sharding import Mesh, NamedSharding
 from deepinfer_jax.kv import host_memory
 from deepinfer_jax.kv.block_layout import BlockLayout
 from deepinfer_jax.kv.copy_programs import BlockPrograms
+from deepinfer_jax.kv.payload import (
+    BorrowedPayload,
+    Payload,
+    assign,
+    cut_of,
+    has_own_memory,
+    leaves_of,
+    refill,
+)
 from deepinfer_jax.models.base import Caches, CacheSpec
 from deepinfer_jax.runner import kv_pools
 from deepinfer_jax.runner.mesh import rank_spec
@@ -58,44 +66,6 @@ bandwidth."""
 CACHED_BYTES = 16 << 20
 """Of a payload on a CPU, at most (unless the smallest bucket is larger): it is read again soon,
 from the last-level cache then."""
-
-
-@dataclass(frozen=True)
-class Payload:
-    """`count` blocks (or state rows) of every cache of a kind, on the devices of one DP rank, in a
-    bucket of `size`.
-
-    pieces[cache][i][t] is the tuple of one-device arrays on tensor-parallel device t, the split
-    dimension cut into equal pieces (one, unless the two sides' tp differ): on GPUs [size, *entry]
-    of layer i, on CPUs one [size, layers, *entry] (i = 0). Rows from `count` on are undefined.
-    """
-
-    kind: str
-    rank: int  # local rank whose devices hold it
-    count: int
-    size: int
-    pieces: dict[str, tuple[tuple[tuple[jax.Array, ...], ...], ...]]
-
-    def arrays(self) -> list[jax.Array]:
-        return jax.tree.leaves(self.pieces)
-
-    def ready(self) -> bool:
-        """All bytes have arrived; waits for nothing."""
-        return all(x.is_ready() for x in self.arrays())
-
-    def wait(self) -> None:
-        jax.block_until_ready(self.arrays())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the valid rows, copies on replicated devices included."""
-        return sum(x.nbytes for x in self.arrays()) * self.count // self.size
-
-
-@dataclass(frozen=True)
-class BorrowedPayload(Payload):
-    """Lies on CPU devices of this process other than those it is for, which read it there: memory
-    is one, arrays are immutable and kept alive by whoever reads them."""
 
 
 class BlockMover(BlockLayout):
@@ -198,20 +168,20 @@ class BlockMover(BlockLayout):
         if tp > 1 or len(next(iter(shape.values()))[0]) > 1:
             specs = self.specs[payload.kind]
             shape = {
-                s.name: tuple(_assign(layer, tp, s.tp_dim is not None) for layer in shape[s.name])
+                s.name: tuple(assign(layer, tp, s.tp_dim is not None) for layer in shape[s.name])
                 for s in specs
             }
-        if self._on_cpu and not _own_memory(payload):
+        if self._on_cpu and not has_own_memory(payload):
             return BorrowedPayload(payload.kind, rank, payload.count, payload.size, shape)
         sources, targets = zip(
-            *((p, self._devices[rank, t]) for t, p in _leaves(shape)), strict=True
+            *((p, self._devices[rank, t]) for t, p in leaves_of(shape)), strict=True
         )
         return Payload(
             payload.kind,
             rank,
             payload.count,
             payload.size,
-            _refill(shape, jax.device_put(sources, targets)),
+            refill(shape, jax.device_put(sources, targets)),
         )
 
     def scatter(self, items: Sequence[tuple[Payload, Sequence[int]]]) -> None:
@@ -221,10 +191,10 @@ class BlockMover(BlockLayout):
         while left:
             first, chosen, later = left[0][0], {}, []
             for payload, ids in left:  # one payload per rank and call, all of one shape
-                same = (payload.kind, payload.size, _cut_of(payload)) == (
+                same = (payload.kind, payload.size, cut_of(payload)) == (
                     first.kind,
                     first.size,
-                    _cut_of(first),
+                    cut_of(first),
                 )
                 blocked = payload.rank in chosen or any(
                     payload.rank == other.rank for other, _ in later
@@ -233,7 +203,7 @@ class BlockMover(BlockLayout):
                     chosen[payload.rank] = (payload, ids)
                 else:
                     later.append((payload, ids))
-            self._scatter_round(first.kind, first.size, _cut_of(first), chosen)
+            self._scatter_round(first.kind, first.size, cut_of(first), chosen)
             left = later
 
     def _scatter_round(
@@ -260,7 +230,7 @@ class BlockMover(BlockLayout):
             x.copy_to_host_async()
         out = {}
         for spec in self.specs[payload.kind]:
-            split = spec.tp_dim is not None and self.axes.tp * _cut_of(payload) > 1
+            split = spec.tp_dim is not None and self.axes.tp * cut_of(payload) > 1
             dim = self.split_dim(payload.kind, spec) if split else 0
             layers = []
             for devices in payload.pieces[spec.name]:
@@ -313,7 +283,7 @@ class BlockMover(BlockLayout):
                 targets += self.device_row(rank)
                 layers.append(tuple((None,) for _ in parts))
             shape[spec.name] = tuple(layers)
-        return Payload(kind, rank, count, size, _refill(shape, jax.device_put(sources, targets)))
+        return Payload(kind, rank, count, size, refill(shape, jax.device_put(sources, targets)))
 
     # ---- between global arrays and the devices of one rank ---------------------------------------
 
@@ -409,9 +379,10 @@ class BlockMover(BlockLayout):
         }
         if self.mesh.size > 1:
             devices, leaves = zip(
-                *((self._devices[payload.rank, t], view) for t, view in _leaves(views)), strict=True
+                *((self._devices[payload.rank, t], view) for t, view in leaves_of(views)),
+                strict=True,
             )
-            return _refill(views, jax.device_put(leaves, devices))
+            return refill(views, jax.device_put(leaves, devices))
         return views
 
     def _blank(self, kind: str, size: int, cut: int) -> dict[str, Any]:
@@ -468,50 +439,3 @@ def _local_mesh(runner: Any) -> Mesh:
     devices = runner.mesh.devices.reshape(axes.dp, axes.tp)[list(runner.placement.local_ranks)]
     names = (axes.replica_axis, axes.ep_axis, axes.tp_axis)
     return Mesh(devices.reshape(len(devices), 1, axes.tp), names, axis_types=runner.mesh.axis_types)
-
-
-def _assign(
-    layer: tuple[tuple[jax.Array, ...], ...], tp: int, split: bool
-) -> tuple[tuple[jax.Array, ...], ...]:
-    """Which pieces each of `tp` receiving devices gets, from those of the sending devices."""
-    if not split:
-        return tuple(layer[t % len(layer)] for t in range(tp))
-    pieces = [p for device in layer for p in device]
-    if len(pieces) % tp:
-        raise ValueError(
-            f"{len(pieces)} pieces cannot be shared by {tp} devices: gather with"
-            f" cut=prepare_for({tp})"
-        )
-    each = len(pieces) // tp
-    return tuple(tuple(pieces[t * each : (t + 1) * each]) for t in range(tp))
-
-
-def _cut_of(payload: Payload) -> int:
-    """Pieces per device of the caches that tp splits."""
-    return max(len(layers[0][0]) for layers in payload.pieces.values())
-
-
-def _own_memory(payload: Payload) -> bool:
-    """Whether its devices have memory that others cannot read."""
-    (first, *_), *_ = next(iter(payload.pieces.values()))[0]
-    return next(iter(first.devices())).platform != "cpu"
-
-
-def _leaves(pieces: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """(tensor-parallel device's number, leaf), in the order of `_refill`."""
-    return (
-        (t, p)
-        for layers in pieces.values()
-        for layer in layers
-        for t, pieces in enumerate(layer)
-        for p in pieces
-    )
-
-
-def _refill(pieces: dict[str, Any], leaves: Sequence[Any]) -> dict[str, Any]:
-    """The same nest with other leaves."""
-    it = iter(leaves)
-    return {
-        n: tuple(tuple(tuple(next(it) for _ in p) for p in layer) for layer in layers)
-        for n, layers in pieces.items()
-    }

@@ -16,8 +16,8 @@ import numpy as np
 from deepinfer_jax.models.base import StepBatch
 from deepinfer_jax.runner.expert_counts import ExpertCounts
 from deepinfer_jax.runner.packing import Field, PackedLayout
-from deepinfer_jax.runner.sampler import (
-    SampleResult,
+from deepinfer_jax.runner.sampler import SampleResult
+from deepinfer_jax.runner.sampling_state import (
     SamplingState,
     gather_rows,
     init_state,

@@ -29,6 +29,7 @@ from deepinfer_jax.runner.decode_state import DecodeState, admit_layout, pack_re
 from deepinfer_jax.runner.expert_counts import ExpertCounts
 from deepinfer_jax.runner.mesh import rank_spec
 from deepinfer_jax.runner.packing import PackedLayout
+from deepinfer_jax.runner.sampling_state import SamplingState, record_outputs, record_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ class StepPrograms:
         return jax.lax.fori_loop(0, (count + tile - 1) // tile, one_tile, (state, results))
 
     def _sample(
-        self, logits: jax.Array, rows: sampler.SamplingState, positions: jax.Array
+        self, logits: jax.Array, rows: SamplingState, positions: jax.Array
     ) -> sampler.SampleResult:
         return sampler.sample(
             logits,
@@ -396,8 +397,8 @@ class StepPrograms:
         output = jnp.where(
             (index >= x["num_prompt"]) & (index < x["num_tokens"]), x["slot"], nowhere
         )
-        sampling = sampler.record_prompt(state.sampling, prompt, x["tokens"])
-        sampling = sampler.record_outputs(sampling, output, x["tokens"])
+        sampling = record_prompt(state.sampling, prompt, x["tokens"])
+        sampling = record_outputs(sampling, output, x["tokens"])
         return (
             caches,
             replace(state, sampling=sampling),

@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 
 from deepinfer_jax.engine.llm_engine import LLMEngine
-from deepinfer_jax.kv.block_mover import Payload
+from deepinfer_jax.kv.payload import Payload
 
 SHARE = 0.1
 """Of the time between two steps that copying a slice may take."""

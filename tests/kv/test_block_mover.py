@@ -11,7 +11,8 @@ from fake_runner import fake_runner
 
 from deepinfer_jax.kv import block_mover as kv_transfer
 from deepinfer_jax.kv.block_layout import BlockLayout
-from deepinfer_jax.kv.block_mover import BlockMover, BorrowedPayload
+from deepinfer_jax.kv.block_mover import BlockMover
+from deepinfer_jax.kv.payload import BorrowedPayload
 from deepinfer_jax.models.base import PagedCache
 
 
@@ -82,7 +83,7 @@ def test_any_mesh_to_any_mesh(source, target):
 )
 def test_devices_with_memories_of_their_own(source, target, monkeypatch):
     """What runs on GPUs: their gather and scatter, and copies between devices."""
-    monkeypatch.setattr(kv_transfer, "_own_memory", lambda payload: True)
+    monkeypatch.setattr(kv_transfer, "has_own_memory", lambda payload: True)
     init = BlockLayout.__init__
     monkeypatch.setattr(
         BlockLayout, "__init__", lambda self, *args, stacked: init(self, *args, stacked=False)

@@ -10,15 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.runner import sampler
-from deepinfer_jax.runner.sampler import (
-    ERROR_TOKEN,
-    SamplingState,
-    gather_rows,
-    init_state,
-    prompt_logprobs,
-    sample,
-)
+from deepinfer_jax.runner import random_draw, sampler, sampling_state
+from deepinfer_jax.runner.sampler import ERROR_TOKEN, prompt_logprobs, sample
+from deepinfer_jax.runner.sampling_state import SamplingState, gather_rows, init_state
 
 FIELDS = {
     "temperature": np.float32,
@@ -189,7 +183,7 @@ def test_bias_comes_before_penalties():
     state = make_state(
         1, 4, penalties=True, repetition_penalty=2.0, bias=([[0, 1, -1]], [[30.0, 19.0, 0.0]])
     )
-    state = sampler.record_prompt(state, jnp.array([0]), jnp.array([0]))
+    state = sampling_state.record_prompt(state, jnp.array([0]), jnp.array([0]))
     assert run([[1.0, 1.0, 1.0, 1.0]], gather_rows(state, jnp.array([0]))).tokens.tolist() == [1]
 
 
@@ -202,11 +196,17 @@ def test_supports_are_the_oracles_on_both_search_paths(wide):
         np.float32
     )  # rounding makes ties
     for top_k, top_p in ((40, 1.0), (0, 0.9), (300, 1.0), (300, 0.5)):
-        mass, _ = jax.jit(sampler._fixed_point)(values, jnp.ones(rows))
-        keys, best = sampler._order_key(values), jax.lax.top_k(values, sampler.CANDIDATES)[1]
+        mass, _ = jax.jit(random_draw._fixed_point)(values, jnp.ones(rows))
+        keys, best = (
+            random_draw._order_key(values),
+            jax.lax.top_k(values, random_draw.CANDIDATES)[1],
+        )
         k = jnp.full(rows, top_k if top_k else vocab)
-        kept = sampler._keep_top_p(
-            sampler._keep_top_k(mass, keys, best, k), keys, best, jnp.full(rows, top_p, jnp.float32)
+        kept = random_draw._keep_top_p(
+            random_draw._keep_top_k(mass, keys, best, k),
+            keys,
+            best,
+            jnp.full(rows, top_p, jnp.float32),
         )
         for row in range(rows):
             expected = oracle_probs(values[row], top_k=top_k, top_p=float(np.float32(top_p))) > 0
@@ -302,9 +302,11 @@ def test_penalties_have_the_published_values():
         presence_penalty=0.25,
         frequency_penalty=0.5,
     )
-    state = sampler.record_prompt(state, jnp.array([2, 2, 2, 9, 2]), jnp.array([0, 1, 1, 3, -1]))
+    state = sampling_state.record_prompt(
+        state, jnp.array([2, 2, 2, 9, 2]), jnp.array([0, 1, 1, 3, -1])
+    )
     for tokens in ([1, 2], [2, 2], [5, -1]):
-        state = sampler.record_outputs(state, jnp.array([2, 2]), jnp.array(tokens))
+        state = sampling_state.record_outputs(state, jnp.array([2, 2]), jnp.array(tokens))
     processed = sampler._process(
         jnp.asarray(logits), gather_rows(state, jnp.array([2])), jnp.array([9])
     )
@@ -326,9 +328,11 @@ def test_penalties_have_the_published_values():
 
 def test_new_occupant_of_a_slot_starts_clean():
     state = make_state(3, 5, penalties=True, frequency_penalty=1.0)
-    state = sampler.record_outputs(state, jnp.array([0, 1]), jnp.array([4, 4]))
+    state = sampling_state.record_outputs(state, jnp.array([0, 1]), jnp.array([4, 4]))
     rows = make_state(2, 5, temperature=[0.5, 0.7], seed=[[8, 8], [9, 9]])
-    state = sampler.scatter_rows(state, jnp.array([1, 3]), rows)  # 3 is out of range: padding
+    state = sampling_state.scatter_rows(
+        state, jnp.array([1, 3]), rows
+    )  # 3 is out of range: padding
     assert np.asarray(state.output_counts).sum(1).tolist() == [1, 0, 0]
     np.testing.assert_allclose(state.temperature, [0, 0.5, 0])
     assert state.seed[1].tolist() == [8, 8] and state.frequency_penalty.tolist() == [1, 0, 1]
@@ -402,15 +406,15 @@ def test_integer_helpers_are_exact():
     a[:2], b[:2], c[:2] = 2**32 - 1, 2**32 - 1, [2**32 - 1, 0]
     as32 = [jnp.asarray(x.astype(np.uint32)) for x in (a, b, c)]
     np.testing.assert_array_equal(
-        sampler._multiply_high(*as32[:2]),
+        random_draw._multiply_high(*as32[:2]),
         [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)],
     )
     expected = [
         (int(h) * 2**32 + int(low)) * int(t) >> 64 for h, low, t in zip(a, b, c, strict=True)
     ]
-    np.testing.assert_array_equal(sampler._scale_down(*as32), expected)
+    np.testing.assert_array_equal(random_draw._scale_down(*as32), expected)
     share = rng.random(500).astype(np.float32)
     expected = [
         -(-int(np.float64(s) * 2**32) * int(t) // 2**32) for s, t in zip(share, c, strict=True)
     ]
-    np.testing.assert_array_equal(sampler._fraction(jnp.asarray(share), as32[2]), expected)
+    np.testing.assert_array_equal(random_draw._fraction(jnp.asarray(share), as32[2]), expected)

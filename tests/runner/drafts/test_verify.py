@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.runner import sampler
+from deepinfer_jax.runner import sampler, sampling_state
 from deepinfer_jax.runner.decode_state import DecodeState, pack_result
 from deepinfer_jax.runner.drafts.verify import NOT_REACHED, verify
 
@@ -52,7 +52,7 @@ def start(prompts: list[list[int]], seed: int) -> DecodeState:
     )
     for slot, prompt in enumerate(prompts):
         where = jnp.full(len(prompt), slot)
-        sampling = sampler.record_prompt(sampling, where, jnp.asarray(prompt))
+        sampling = sampling_state.record_prompt(sampling, where, jnp.asarray(prompt))
     return replace(
         state,
         last_token=jnp.asarray([p[-1] for p in prompts], jnp.int32),
