@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -64,7 +65,9 @@ def init_state(
     )
 
 
-def _map_params(f, state: SamplingState, *others: SamplingState) -> SamplingState:
+def _map_params(
+    f: Callable[..., jax.Array], state: SamplingState, *others: SamplingState
+) -> SamplingState:
     """Applies f to the per-row parameters, leaving the [slots, V] tables of `state` alone."""
     bare = [
         replace(s, output_counts=None, prompt_mask=None, count_rows=None) for s in (state, *others)
