@@ -26,7 +26,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read")
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        text = path.read_bytes().decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half a surrogate pair is no text: encoding it says where
+            json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

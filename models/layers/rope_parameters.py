@@ -7,7 +7,6 @@ type. A key that is not known is refused, because it may change what the model c
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,7 +129,7 @@ def number(key: str, value: Any) -> float:
     """A finite number > 0; ValueError naming the key otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < 1e300:  # NaN is neither
         raise ValueError(f"{key} must be finite and positive, got {value!r}")
     return float(value)
 
