@@ -3,7 +3,7 @@
 # make oldest  the test suite on the oldest allowed version of every dependency, in an environment of its own
 # make lint    ruff, and mypy over the packages that pyproject.toml names
 # make picture the packages and modules, drawn from the real imports into docs/
-# make fuzz    random episodes over real schedulers and hand-overs (FUZZ_STEPS=5000000 for a long run)
+# make fuzz    random episodes over real schedulers and hand-overs, damaged model files (FUZZ_STEPS=5000000 for a long run)
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
@@ -19,6 +19,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
+FUZZ_FILES ?= 20000
 
 .PHONY: help demo test oldest lint picture fuzz faults aot venv clean
 help:
@@ -46,6 +47,7 @@ picture: $(VENV)/.dev-installed
 fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
+	JAX_PLATFORMS=cpu $(PY) tests/helpers/loader_fuzz.py --steps $(FUZZ_FILES)
 
 faults: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/process_faults.py --minutes $(FAULT_MINUTES)

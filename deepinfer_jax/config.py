@@ -36,7 +36,7 @@ class EngineArgs:
     """
 
     model: str
-    """A Hugging Face folder, a .gguf file, or "demo"."""
+    """A Hugging Face folder, a .gguf file, a hub id ("org/name"), or "demo"."""
     tokenizer: str | None = None
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
