@@ -175,7 +175,11 @@ class BlockManager:
         """Every page that lookup() can find, the least recently used ones first, those in use
         last."""
         in_use = sorted(block for block in self._entries if block not in self._evictable)
-        return [CachedPage(b, *self._entries[b][1:]) for b in (*self._evictable, *in_use)]
+        return [self._cached_page(b) for b in (*self._evictable, *in_use)]
+
+    def _cached_page(self, block: int) -> CachedPage:
+        _, parent, content, node = self._entries[block]
+        return CachedPage(block, parent, content, node)
 
     def uncache(self, block: int) -> None:
         """The prefix cache forgets a used block, because its holder is about to overwrite part of

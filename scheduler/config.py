@@ -163,5 +163,5 @@ class SchedulerConfig:
         """Width of a block table."""
         return self.pages(self.runtime_max_model_len + 1)
 
-    def pages(self, num_tokens: int) -> int:
+    def pages[N: (int, np.ndarray)](self, num_tokens: N) -> N:
         return -(-num_tokens // self.block_size)

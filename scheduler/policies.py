@@ -59,7 +59,8 @@ class WaitingOrder:
     def sort(self, waiting: deque[Sequence], now: float) -> None:
         if not self.enabled or len(waiting) < 2:
             return
-        started, fresh = [], []
+        started: list[Sequence] = []
+        fresh: list[Sequence] = []
         for seq in waiting:
             (started if seq.num_blocks or seq.num_preemptions else fresh).append(seq)
         tags = self._tags(fresh)

@@ -122,7 +122,10 @@ class SlotTable:
         return self.block_tables[slot, : self.pages[slot]]
 
     def seq_at(self, slot: int) -> Sequence:
-        return self._seqs[slot]
+        """The sequence of a bound slot."""
+        seq = self._seqs[slot]
+        assert seq is not None, slot
+        return seq
 
     def snapshot_seqs(self) -> list[Sequence | None]:
         """The sequence of every slot as of now; later changes of this table do not show in the

@@ -148,7 +148,7 @@ class SimEngine:
         self.sim.at(self._device_free, self.sim.STEP_END, self.end_step)
 
     def _tokens_at_end(self, seq: Sequence) -> int:
-        length = int(self.sim.trace.output_lengths[seq.request_id])
+        length = int(self.sim.trace.output_lengths[row_of(seq)])
         return seq.prompt_len + length if length < seq.max_tokens else _NEVER
 
     def _seconds(self, outputs: list[SchedulerOutputs]) -> float:
@@ -174,7 +174,7 @@ class SimEngine:
         freed = False
         for s, out in zip(self.schedulers, outputs, strict=True):
             for seq in out.preempted:
-                self.sim.recorder.preemptions[seq.request_id] += 1
+                self.sim.recorder.preemptions[row_of(seq)] += 1
             self._end(out.ignored)
             # Stopped by a preemption, or nothing left to decode; the others ended when their last
             # token was processed.

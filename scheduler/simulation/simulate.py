@@ -271,12 +271,12 @@ class Simulation:
     # ---- hand-over
 
     def prefill_progress(self, seq: Sequence, tokens: int, seconds: float) -> None:
-        self.router.prefill_progress(self._attempts[seq.request_id], tokens, seconds)
+        self.router.prefill_progress(self._attempts[row_of(seq)], tokens, seconds)
 
     def hand_over(self, source: SimEngine, rank: Scheduler, seq: Sequence) -> None:
         """A prompt is done: its blocks stay pinned while it looks for room, then travels."""
         rank.detach(seq)
-        self.router.prefilled(self._attempts[seq.request_id])
+        self.router.prefilled(self._attempts[row_of(seq)])
         self._parked.append(_HandOver(source, rank, seq, self._sequence(seq.request_id), self.now))
         self.room_freed()
         self._dispatch()
