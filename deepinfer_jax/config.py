@@ -248,7 +248,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "block_size", "num_decode_steps", "max_completions"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(args, name)}")
-        if args.engine_type.policy.allows_recompute is False and not args.stop_preempted_request:
+        if role.policy.allows_recompute is False and not args.stop_preempted_request:
             raise ValueError(
                 f"a {role.name} engine cannot recompute preempted requests: it needs"
                 " stop_preempted_request=True"
@@ -401,7 +401,8 @@ def bucket_sizes(smallest: int, largest: int) -> tuple[int, ...]:
     16, 100 -> (16, 24, 32, 48, 64, 96, 100). With sizes spread evenly the mean padding is about 17
     %.
     """
-    sizes, base = set(), smallest
+    sizes: set[int] = set()
+    base = smallest
     while base < largest:
         sizes.update(s for s in (base, base + base // 2) if s < largest)
         base *= 2

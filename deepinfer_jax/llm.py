@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from tqdm import tqdm
 
@@ -263,13 +263,14 @@ class LLM:
         if not isinstance(messages, list | tuple):
             raise ValueError(f"chat needs a conversation or a list of them, got {messages!r}")
         if messages and not isinstance(messages[0], list | tuple):
-            return [tokenizer.apply_chat_template(messages, **template_args)]
-        prompts = []
+            return [cast("list[int]", tokenizer.apply_chat_template(messages, **template_args))]
+        prompts: list[list[int]] = []
         for i, conversation in enumerate(messages):
             try:
-                prompts.append(tokenizer.apply_chat_template(conversation, **template_args))
+                ids = tokenizer.apply_chat_template(conversation, **template_args)
             except ValueError as error:
                 raise ValueError(f"conversation {i}: {error}") from error
+            prompts.append(cast("list[int]", ids))
         return prompts
 
     # ---- plumbing --------------------------------------------------------------------------------

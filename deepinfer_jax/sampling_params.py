@@ -265,6 +265,7 @@ class SamplingParams:
             )
 
     def _check_rest(self) -> None:
+        assert self.stop is not None and self.stop_token_ids is not None  # tuples by now
         _check_count("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:

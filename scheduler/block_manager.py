@@ -48,7 +48,7 @@ class BlockManager:
         self._hash_fn: HashFn = hash_fn or (lambda parent, content: hash((parent, content)))
         self._buckets: dict[Hashable, int] = {}  # hash -> block
         self._entries: dict[
-            int, tuple[Hashable, Hashable, bytes, int]
+            int, tuple[Hashable, int | str, bytes, int]
         ] = {}  # block -> (hash, parent node, content, node)
         self._evictable: OrderedDict[int, None] = (
             OrderedDict()
@@ -143,7 +143,7 @@ class BlockManager:
 
     # ---- prefix cache
 
-    def lookup(self, parent: Hashable, content: bytes) -> tuple[int, int] | None:
+    def lookup(self, parent: int | str, content: bytes) -> tuple[int, int] | None:
         """(block, node) that holds exactly `content` after exactly the prefix `parent`, or None."""
         block = self._buckets.get(self._hash_fn(parent, content))
         if block is None:
@@ -153,7 +153,7 @@ class BlockManager:
             return None
         return block, node
 
-    def register(self, block: int, parent: Hashable, content: bytes) -> int | None:
+    def register(self, block: int, parent: int | str, content: bytes) -> int | None:
         """Makes a used block, whose KV is computed, findable. Returns the node of this content: an
         earlier block's if that one is cached already; None when another content occupies the hash
         (then this block and its successors stay unknown)."""

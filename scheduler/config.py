@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepinfer_jax.scheduler.roles import EngineType, RolePolicy
 
 DEFAULT_MAX_SUM_SEQLEN_K = 2**30

@@ -28,7 +28,7 @@ class BlockLayout:
     ) -> None:
         self.axes, self.block_size, self.stacked = axes, block_size, stacked
         specs = tuple(specs)
-        self.specs = {
+        self.specs: dict[str, tuple[CacheSpec, ...]] = {
             "blocks": tuple(s for s in specs if isinstance(s, PagedCache)),
             "states": tuple(s for s in specs if not isinstance(s, PagedCache)),
         }
@@ -87,7 +87,8 @@ class BlockLayout:
         return tuple(spec.shape)
 
     def split_dim(self, kind: str, spec: CacheSpec) -> int:
-        """Dimension of a payload's array that tp splits."""
+        """Dimension of a payload's array that tp splits, of a cache that it does split."""
+        assert spec.tp_dim is not None, spec
         return spec.tp_dim + (2 if kind == "blocks" else 1) + self.stacked
 
     def num_arrays(self, spec: CacheSpec) -> int:

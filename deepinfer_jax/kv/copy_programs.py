@@ -142,7 +142,7 @@ class BlockPrograms:
         caches: Sequence[Sequence[jax.Array]],
         ids: jax.Array,
         rows: Sequence[Sequence[jax.Array]],
-    ) -> list[Sequence[jax.Array]]:
+    ) -> Sequence[Sequence[jax.Array]]:
         if not self.layout.stacked:
             pairs = [
                 zip(pools, arrays, strict=True) for pools, arrays in zip(caches, rows, strict=True)

@@ -23,11 +23,13 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedReader, FileIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+PageFile = FileIO | BufferedReader
 VERSION = "1"
 TOKENS = "token_ids"
 MAX_HEADER = 1 << 24
@@ -162,7 +164,7 @@ class Header:
         return layout if isinstance(layout, dict) else {}
 
 
-def open_page(path: str | os.PathLike[str]) -> BinaryIO:
+def open_page(path: str | os.PathLike[str]) -> PageFile:
     """A file of the store for reading, unbuffered; CorruptEntry where it is no regular file.
 
     Links are not followed, and nothing that lies there (a FIFO, say) is waited for.
@@ -179,7 +181,7 @@ def open_page(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def read_header(file: BinaryIO, name: str) -> Header:
+def read_header(file: PageFile, name: str) -> Header:
     """Raises CorruptEntry naming the file unless the header is intact and the file is as long as it
     says."""
     size = os.fstat(file.fileno()).st_size
@@ -231,17 +233,21 @@ def _checked_tensor(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], i
     """dtype, shape, first and last byte of one tensor; ValueError unless they are that."""
     if not isinstance(entry, dict) or str(entry.get("dtype")) not in _DTYPES:
         raise ValueError(f"{name!r} has no known dtype")
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    for values in (shape, offsets):
-        if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-            raise ValueError(f"{name!r}: shape {shape!r} and offsets {offsets!r} must be sizes")
+    shape, offsets = _sizes(name, entry, "shape"), _sizes(name, entry, "data_offsets")
     if len(offsets) != 2:
         raise ValueError(f"{name!r}: two offsets expected, got {offsets!r}")
-    return np.dtype(_DTYPES[str(entry["dtype"])]), tuple(shape), *offsets
+    return np.dtype(_DTYPES[str(entry["dtype"])]), shape, offsets[0], offsets[1]
+
+
+def _sizes(name: str, entry: dict[str, Any], field: str) -> tuple[int, ...]:
+    values = entry.get(field)
+    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError(f"{name!r}: {field} {values!r} must be sizes")
+    return tuple(values)
 
 
 def read_tensor(
-    file: BinaryIO, name: str, header: Header, tensor: str, out: np.ndarray | None = None
+    file: PageFile, name: str, header: Header, tensor: str, out: np.ndarray | None = None
 ) -> np.ndarray:
     """One tensor, into `out` if given. Raises CorruptEntry, or ForeignEntry when shape or dtype is
     not `out`'s."""
@@ -264,7 +270,7 @@ def read_tensor(
 
 
 def read_page(
-    file: BinaryIO,
+    file: PageFile,
     name: str,
     layout: Mapping[str, Any],
     namespace: str,
@@ -302,7 +308,7 @@ def read_page(
         read_tensor(file, name, header, cache, row)
 
 
-def verify_file(file: BinaryIO, name: str) -> Header:
+def verify_file(file: PageFile, name: str) -> Header:
     """Checks every byte; raises CorruptEntry or ForeignEntry."""
     header = read_header(file, name)
     for tensor in header.tensors:

@@ -173,6 +173,7 @@ class TieredStore:
         )
 
     def _keep(self, page: Page, dirty: bool) -> None:
+        assert self.host is not None  # the callers ask
         gone = self.host.put(page, dirty)
         if gone and self.disk is not None:
             self.counters["written_back"] += self.disk.write(gone)

@@ -388,7 +388,8 @@ class Router:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the loads are not exactly the sum of the jobs."""
-        loads = (*self.prompt.values(), *self.completion.values())
+        loads: list[PromptLoad | CompletionLoad]
+        loads = [*self.prompt.values(), *self.completion.values()]
         for load in loads:
             assert all(self.jobs.get(part) is job for part, job in load.jobs.items()), load
         for p in self.prompt.values():

@@ -25,8 +25,11 @@ class StepCosts(Protocol):
     """Seconds per step of one rank. host_seconds: scheduling and processing per step, hidden behind
     the device with ZOS."""
 
-    host_seconds: float
-    kv_bytes_per_token: float
+    @property
+    def host_seconds(self) -> float: ...
+
+    @property
+    def kv_bytes_per_token(self) -> float: ...
 
     def prefill_seconds(self, tokens: int, mean_context: float) -> float:
         """tokens: rows of the step; mean_context: keys one of them sees, averaged over the rows."""

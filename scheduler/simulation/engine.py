@@ -15,7 +15,7 @@ from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.scheduler.simulation.costs import StepCosts
 from deepinfer_jax.scheduler.simulation.deployment import EngineSpec
-from deepinfer_jax.scheduler.simulation.recorder import Recorder
+from deepinfer_jax.scheduler.simulation.recorder import Recorder, row_of
 from deepinfer_jax.scheduler.simulation.result import EngineUsage
 from deepinfer_jax.scheduler.simulation.traces import Trace
 
@@ -140,7 +140,7 @@ class SimEngine:
         is_prefill = outputs[0].is_prefill
         for rank, out in enumerate(outputs):
             for seq in out.admitted:
-                self._row_of[rank][seq.slot] = seq.request_id
+                self._row_of[rank][seq.slot] = row_of(seq)
                 self._end_at[rank][seq.slot] = self._tokens_at_end(seq)
             for item in out.prefill:
                 self.sim.recorder.scheduled(item.seq, start)
@@ -178,9 +178,7 @@ class SimEngine:
             self._end(out.ignored)
             # Stopped by a preemption, or nothing left to decode; the others ended when their last
             # token was processed.
-            self._end(
-                [seq for seq in out.finished if not self.sim.recorder.has_ended(seq.request_id)]
-            )
+            self._end([seq for seq in out.finished if not self.sim.recorder.has_ended(row_of(seq))])
             for seq in out.finished:
                 s.free_seq(seq)
                 freed = True
@@ -209,7 +207,7 @@ class SimEngine:
         )
         for item, accepted in zip(out.prefill, processed.num_accepted.tolist(), strict=True):
             if accepted:
-                self.sim.recorder.token(item.seq.request_id, self.sim.now)
+                self.sim.recorder.token(row_of(item.seq), self.sim.now)
             if not self.policy.does_decode:
                 self.sim.prefill_progress(item.seq, item.q_len, item.q_len * per_token)
                 if accepted and not item.seq.is_finished:

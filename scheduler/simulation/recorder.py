@@ -10,6 +10,12 @@ from deepinfer_jax.scheduler.simulation.result import RequestTable
 from deepinfer_jax.scheduler.simulation.traces import Trace
 
 
+def row_of(seq: Sequence) -> int:
+    """The trace's row that a sequence serves: a simulation names its requests by it."""
+    assert isinstance(seq.request_id, int), seq.request_id
+    return seq.request_id
+
+
 class Recorder:
     """Per-request times (arrays over the rows of the trace) and the gaps between tokens."""
 
@@ -32,7 +38,7 @@ class Recorder:
         self._gap_counts: list[int] = []
 
     def scheduled(self, seq: Sequence, start: float) -> None:
-        row = seq.request_id
+        row = row_of(seq)
         if np.isnan(self.first_scheduled[row]):
             self.first_scheduled[row] = start
             self.hit_tokens[row] = seq.hit_tokens
@@ -75,7 +81,7 @@ class Recorder:
         return self.finish_reason[row] is not None
 
     def end(self, seq: Sequence, now: float, engine: str, reason: str | None = None) -> None:
-        row = seq.request_id
+        row = row_of(seq)
         if self.has_ended(row):
             raise RuntimeError(
                 f"request {row} ends a second time: {self.finish_reason[row]!r}, now"
@@ -92,9 +98,11 @@ class Recorder:
 
     def table(self) -> RequestTable:
         """Raises RuntimeError unless every request has ended."""
-        missing = [row for row, reason in enumerate(self.finish_reason) if reason is None]
+        reasons = tuple(reason for reason in self.finish_reason if reason is not None)
+        missing = len(self.finish_reason) - len(reasons)
         if missing:
-            raise RuntimeError(f"{len(missing)} requests never ended, the first is {missing[0]}")
+            first = self.finish_reason.index(None)
+            raise RuntimeError(f"{missing} requests never ended, the first is {first}")
         return RequestTable(
             arrival=self.trace.timestamps,
             first_scheduled=self.first_scheduled,
@@ -104,6 +112,6 @@ class Recorder:
             hit_tokens=self.hit_tokens,
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
-            finish_reason=tuple(self.finish_reason),
+            finish_reason=reasons,
             engine=tuple(self.engine),
         )

@@ -40,7 +40,7 @@ from deepinfer_jax.scheduler.simulation.deployment import (
     parse_deployment,
 )
 from deepinfer_jax.scheduler.simulation.engine import EOS, TOKEN, SimEngine
-from deepinfer_jax.scheduler.simulation.recorder import Recorder
+from deepinfer_jax.scheduler.simulation.recorder import Recorder, row_of
 from deepinfer_jax.scheduler.simulation.result import SimulationResult, results_table
 from deepinfer_jax.scheduler.simulation.traces import Trace, load_trace, make_trace, synthetic_trace
 
@@ -132,6 +132,12 @@ class Simulation:
         self._transfers, self._transfer_seconds = 0, 0.0
         self._events: list[tuple[float, int, int, Callable, tuple]] = []
         self._num_events = 0
+
+    @property
+    def _routing(self) -> Router:
+        """The router of a deployment whose prefill and decode are apart."""
+        assert self.router is not None
+        return self.router
 
     def _router(self) -> Router:
         prompt = [engine for engine in self.engines.values() if engine.policy.does_prefill]
@@ -255,7 +261,7 @@ class Simulation:
         return max(1, min(seq.max_tokens, longest - seq.prompt_len))
 
     def _dispatch(self) -> None:
-        for assignment in self.router.dispatch():
+        for assignment in self._routing.dispatch():
             row = int(assignment.part.request)
             self._attempts[row] = assignment.attempt
             self.engines[assignment.prompt_engine].add(self._sequence(row))
@@ -264,20 +270,20 @@ class Simulation:
         """A request has its result. Raises RuntimeError if it had one before."""
         self.recorder.end(seq, self.now, engine, reason)
         if self.router is not None:
-            if self.router.finish(self._attempts.pop(seq.request_id)) is None:
+            if self.router.finish(self._attempts.pop(row_of(seq))) is None:
                 raise RuntimeError(f"request {seq.request_id}: the router knows no such attempt")
             self._dispatch()
 
     # ---- hand-over
 
     def prefill_progress(self, seq: Sequence, tokens: int, seconds: float) -> None:
-        self.router.prefill_progress(self._attempts[row_of(seq)], tokens, seconds)
+        self._routing.prefill_progress(self._attempts[row_of(seq)], tokens, seconds)
 
     def hand_over(self, source: SimEngine, rank: Scheduler, seq: Sequence) -> None:
         """A prompt is done: its blocks stay pinned while it looks for room, then travels."""
         rank.detach(seq)
-        self.router.prefilled(self._attempts[row_of(seq)])
-        self._parked.append(_HandOver(source, rank, seq, self._sequence(seq.request_id), self.now))
+        self._routing.prefilled(self._attempts[row_of(seq)])
+        self._parked.append(_HandOver(source, rank, seq, self._sequence(row_of(seq)), self.now))
         self.room_freed()
         self._dispatch()
 
@@ -289,9 +295,9 @@ class Simulation:
     def _place(self, move: _HandOver) -> bool:
         """Reserves slot and blocks where the router says, or where it says next; False if no
         completion engine has room."""
-        attempt = self._attempts[move.sent.request_id]
+        attempt = self._attempts[row_of(move.sent)]
         refused: list[str] = []
-        while (name := self.router.assign_decode(attempt, exclude=refused)) is not None:
+        while (name := self._routing.assign_decode(attempt, exclude=refused)) is not None:
             engine = self.engines[name]
             for rank in engine.ranks_by_load():
                 s = engine.schedulers[rank]
@@ -300,7 +306,7 @@ class Simulation:
                 ):
                     self._send(move, engine, s)
                     return True
-            self.router.release_decode(attempt)
+            self._routing.release_decode(attempt)
             refused.append(name)
         completions = [e for e in self.engines.values() if not e.policy.does_prefill]
         if any(self._fits(e.schedulers[0], move.received) for e in completions):
@@ -336,7 +342,7 @@ class Simulation:
         self._transfers += 1
         self._transfer_seconds += self.now - move.since
         rank.enqueue_prompted(move.received, [TOKEN])
-        self.router.delivered(self._attempts[move.sent.request_id])
+        self._routing.delivered(self._attempts[row_of(move.sent)])
         self._release(move)
         self.wake(engine)
         self._dispatch()

@@ -15,7 +15,7 @@ import csv
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -210,7 +210,7 @@ def _json_rows(path: Path, format: str, limit: int | None) -> Iterator[tuple]:
             )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Generator[tuple[int, str]]:
     """(number, text) of every line; ValueError naming the line that is not UTF-8."""
     with path.open("rb") as file:
         for number, data in enumerate(file, 1):
@@ -364,7 +364,7 @@ def synthetic_trace(
     timestamps = np.cumsum(_gaps(rng, num_requests, rate, arrivals, burstiness))
     inputs = _lengths(rng, num_requests, input_mean, input_cv, "input_cv", max_length)
     outputs = _lengths(rng, num_requests, output_mean, output_cv, "output_cv", max_length)
-    ids = None
+    ids: list[tuple[int, ...]] | None = None
     if shared_prefix:
         ids = [(int(group),) for group in rng.integers(0, prefix_groups, num_requests)]
     name = f"synthetic {arrivals} {rate:g}/s {input_mean:g} in {output_mean:g} out seed {seed}"
