@@ -130,6 +130,9 @@ class EngineArgs:
     """Serve Prometheus metrics on this port (0: any free one); by default none."""
     metrics_host: str = "127.0.0.1"
     """The address the metrics are served on."""
+    snapshot_on_sigterm: str | None = None
+    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends,
+    instead of waiting for them."""
     prefill_attempt_interval: int | None = None
     """NORMAL: decode steps between two votes to prefill if all ranks want to; None:
     DEEPINFER_PREFILL_ATTEMPT_INTERVAL (70)."""

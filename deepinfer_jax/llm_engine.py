@@ -1,18 +1,26 @@
 """LLMEngine as users import it: the engine, and snapshots of what it is doing.
 
-Imports: engine, snapshot.
+Imports: engine, snapshot, config.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from deepinfer_jax.config import EngineArgs
 from deepinfer_jax.engine import llm_engine
 from deepinfer_jax.snapshot import job, restore
 
 
 class LLMEngine(llm_engine.LLMEngine):
     """See `engine.llm_engine.LLMEngine`; this one also saves and takes over live requests."""
+
+    def __init__(self, args: EngineArgs, **options: Any) -> None:
+        """options: see `engine.llm_engine.LLMEngine`."""
+        super().__init__(args, **options)
+        if args.snapshot_on_sigterm is not None:
+            job.snapshot_on_sigterm(self.snapshot, args.snapshot_on_sigterm)
 
     def snapshot(self, path: str | Path) -> job.SnapshotJob:
         """Saves all live requests with their KV while steps go on, from any thread; `.wait()`

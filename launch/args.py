@@ -35,9 +35,6 @@ class LaunchArgs:
     """Seconds of silence after which a peer is lost."""
     drain_timeout: float = 60.0
     """Seconds that requests get to finish after SIGTERM."""
-    snapshot_on_sigterm: str | None = None
-    """Folder for a snapshot of all live requests that SIGTERM takes before the process ends,
-    instead of waiting for them."""
     reserve_fraction: float = 1.0
     """COMPLETION: share of max_tokens that must be free before a request is taken."""
     coordinator: str | None = None

@@ -114,7 +114,7 @@ def serve(role: EngineType, launch: LaunchArgs, engine_values: dict[str, Any]) -
         handoff=HandoffConfig(timeout=launch.deadline, retry_delay=0.002),
         reserve_fraction=launch.reserve_fraction,
         drain_timeout=launch.drain_timeout,
-        snapshot_on_sigterm=launch.snapshot_on_sigterm,
+        snapshot_on_sigterm=engine_values.get("snapshot_on_sigterm"),
     )
     if role is EngineType.COMPLETION:
         security.check_bind(config.data)

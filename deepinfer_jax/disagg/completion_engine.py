@@ -15,7 +15,7 @@ from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
 from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.sampling_params import SamplingParams
-from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId, attempt_named
 from deepinfer_jax.scheduler.sequence import Sequence as SchedulerSequence
 
 
@@ -41,7 +41,7 @@ class CompletionEngine(HandoverEngine):
         """Reservations and decoding requests of all its hand-overs."""
         with self.lock:
             self.receiver.drop(attempt, reason)
-            running = [i for i in self.live.requests if HandoffId.parse(i).attempt == attempt]
+            running = [i for i in self.live.requests if attempt_named(i) == attempt]
             self.abort_request(running)
 
     def cancel_all(self, reason: str) -> None:

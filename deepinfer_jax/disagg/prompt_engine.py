@@ -18,7 +18,7 @@ from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs
-from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
+from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId, attempt_named
 from deepinfer_jax.scheduler.sequence import Sequence as SchedulerSequence
 from deepinfer_jax.scheduler.sequence import SequenceStatus
 
@@ -79,12 +79,12 @@ class PromptEngine(HandoverEngine):
 
     def adopt_request(self, request: Request) -> None:
         super().adopt_request(request)
-        self._by_attempt[AttemptId.parse(request.request_id)] = request.completions[0]
+        self._by_attempt[attempt_named(request.request_id)] = request.completions[0]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
         with self.lock:
             alive = super().abort_request(request_ids)
-            for attempt in map(AttemptId.parse, alive):
+            for attempt in map(attempt_named, alive):
                 self.sender.cancel(attempt, "aborted")
                 self._release_detached(attempt)
             return alive
@@ -101,7 +101,7 @@ class PromptEngine(HandoverEngine):
                 self._offer(attempt)
 
     def _attempt_of(self, c: Completion) -> AttemptId:
-        return AttemptId.parse(c.request.request_id)
+        return attempt_named(c.request.request_id)
 
     def _offer_next(self) -> None:
         """Asks for room for what the next two steps will hold, so that the answer is there when the
@@ -160,7 +160,7 @@ class PromptEngine(HandoverEngine):
         self.sender.pump()
 
     def forget_request(self, request: Request) -> None:
-        attempt = AttemptId.parse(request.request_id)
+        attempt = attempt_named(request.request_id)
         self.sender.cancel(attempt, "ended on the prompt engine")
         self._by_attempt.pop(attempt, None)
         super().forget_request(request)

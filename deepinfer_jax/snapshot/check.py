@@ -28,7 +28,7 @@ def check(snapshot: Snapshot, vocab_size: int) -> None:
             for c in request.completions:
                 if c.place is not None:
                     _check_place(c, c.place, record.ranks, rows, record.identity.block_size)
-        _check_pages(record.prefix, record.ranks, rows["blocks"])
+        _check_pages(record.prefix, rows["blocks"])
         _check_outputs(snapshot)
         SeedSource(0).state = record.seeds
     except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -92,10 +92,10 @@ def _check_place(
         )
 
 
-def _check_pages(pages: list[PageRecord], ranks: int, blocks: int) -> None:
+def _check_pages(pages: list[PageRecord], blocks: int) -> None:
     parents: dict[tuple[int, int], int | str] = {}
     for page in pages:
-        _within("prefix page: rank", page.rank, 0, ranks - 1 if ranks else 2**31 - 1)
+        _within("prefix page: rank", page.rank, 0, 2**31 - 1)  # counted round the ranks here
         _within("prefix page: row", page.row, 0, blocks - 1)
         if len(page.content) % 8 or not _DIGITS.issuperset(page.content):
             raise ValueError(f"prefix page {page.node}: its content is not hexadecimal token ids")

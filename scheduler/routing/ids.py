@@ -83,5 +83,14 @@ def parse_id(text: str) -> AttemptId | HandoffId:
     return attempt if match[4] is None else HandoffId(attempt, int(match[4]))
 
 
+def attempt_named(text: str) -> AttemptId:
+    """The attempt of a live request's id. A request restored from another role's snapshot keeps the
+    name its user gave it: attempt 0, which no engine has had."""
+    try:
+        return attempt_of(parse_id(text))
+    except ValueError:
+        return AttemptId(text, 0, 0)
+
+
 def attempt_of(found: AttemptId | HandoffId) -> AttemptId:
     return found.attempt if isinstance(found, HandoffId) else found

@@ -6,9 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax import EngineArgs, SamplingParams
+from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.engine.kv_identity import KVIdentity
-from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.outputs import RequestMetrics, RequestOutput
 from deepinfer_jax.sampling_params import RequestOutputKind

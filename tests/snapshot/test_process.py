@@ -16,7 +16,8 @@ import pytest
 from snapshot_cases import PROMPTS, SAMPLED, complete, empty_record, tiny_engine
 
 from deepinfer_jax import LLM, EngineType
-from deepinfer_jax.disagg.engines import CompletionEngine, PromptEngine
+from deepinfer_jax.disagg.completion_engine import CompletionEngine
+from deepinfer_jax.disagg.prompt_engine import PromptEngine
 from deepinfer_jax.snapshot.files import Snapshot, SnapshotError, load, write
 from deepinfer_jax.snapshot.job import take
 from deepinfer_jax.snapshot.records import SnapshotMismatch
@@ -30,7 +31,7 @@ import os, signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent.parent / "helpers")!r})
 from snapshot_cases import PROMPTS, SAMPLED, complete, tiny_engine
 from deepinfer_jax import SamplingParams
-from deepinfer_jax.snapshot.job import snapshot_on_sigterm, take
+from deepinfer_jax.snapshot.job import take
 engine = tiny_engine(**{engine!r})
 params = SamplingParams(
     max_tokens=24, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True
@@ -99,11 +100,8 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
 
 
 def test_sigterm_saves_before_it_ends_the_process(engine, expected, tmp_path):
-    body = (
-        "snapshot_on_sigterm(lambda f: take(engine, f), folder)\nprint('serving', flush=True)\n"
-        "while True: engine.step() or time.sleep(0.001)"
-    )
-    process = server(tmp_path, body)
+    body = "print('serving', flush=True)\nwhile True: engine.step() or time.sleep(0.001)"
+    process = server(tmp_path, body, snapshot_on_sigterm=str(tmp_path))
     assert process.stdout.readline() == "serving\n", process.communicate()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
