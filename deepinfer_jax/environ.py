@@ -98,13 +98,11 @@ VARIABLES: dict[str, Variable] = {
         float,
         "tests: tokens take experts by turns, so that the first rank gets this many"
         " times the mean; 0: the router decides",
-        missing="a forced choice of experts",
     ),
     "FORCE_LOAD_BALANCE": Variable(
         False,
         parse_bool,
         "tests: tokens take experts by turns instead of as the router says",
-        missing="a forced choice of experts",
     ),
     "SHOW_EPLB_DETAIL": Variable(
         False, parse_bool, "log the balance of every layer at a rearrangement"

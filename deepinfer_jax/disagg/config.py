@@ -65,10 +65,14 @@ class DisaggregationConfig:
 def role_args(
     fields: Mapping[str, Any], config: DisaggregationConfig, role: EngineType
 ) -> EngineArgs:
-    """EngineArgs of one role: shared fields, what the role demands, then its own."""
+    """EngineArgs of one role: shared fields, what the role demands, then its own. A shared file of
+    expert placement becomes one per role: what tokens choose differs between them."""
     own = config.prompt_mesh if role is EngineType.PROMPT else config.completion_mesh
     own = {k: v for k, v in own.items() if k != "devices"}
-    return EngineArgs(**{**fields, **ROLE_FIELDS[role], **own, "engine_type": role})
+    shared = dict(fields)
+    if shared.get("expert_placement") is not None:
+        shared["expert_placement"] += f".{role.name.lower()}"
+    return EngineArgs(**{**shared, **ROLE_FIELDS[role], **own, "engine_type": role})
 
 
 def devices_of(args: EngineArgs) -> int:

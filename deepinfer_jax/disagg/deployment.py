@@ -86,6 +86,7 @@ class DisaggregatedEngine:
             engine_config = EngineConfig.resolve(args[role], source.config)
             key = (
                 tuple(d.id for d in mine),
+                (role, index) if engine_config.experts.moves else None,  # their order is their own
                 repr(
                     (
                         engine_config.axes,

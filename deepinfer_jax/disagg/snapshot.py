@@ -93,12 +93,14 @@ def _hold[T](engines: list[LLMEngine], call: Callable[[], T]) -> T:
 
 def _capture(pd: Deployment, engines: list[LLMEngine]) -> job.Capture:
     found: Found = {}
-    prefix, copies, base = [], [], Base()
+    prefix, copies, base, experts = [], [], Base(), None
     for engine in engines:
         captured = job.capture(engine)
         for request in captured.record.requests:
             _take_part(pd, request, base, found)
         prefix += base.shifted(captured.record.prefix)
+        if engine.policy.does_decode:  # its loads are those that most steps have
+            experts = captured.record.experts
         copies += captured.copies
         rows = {kind: len(rows) for kind, rows in captured.copies[0].rows.items()}
         base = base.after(captured.record.ranks, rows)
@@ -111,6 +113,7 @@ def _capture(pd: Deployment, engines: list[LLMEngine]) -> job.Capture:
         prefix=prefix,
         seeds=pd.seeds.state,
         ranks=base.ranks,
+        experts=experts,
     )
     return job.Capture(record, copies)
 

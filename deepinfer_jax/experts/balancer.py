@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Int
 from deepinfer_jax.expert_options import ExpertOptions
 from deepinfer_jax.experts.arrays import ExpertArrays
 from deepinfer_jax.experts.placement_file import PlacementRecord
-from deepinfer_jax.experts.policy import RankLayout, balance
+from deepinfer_jax.experts.policy import Policy, RankLayout, balance
 from deepinfer_jax.experts.report import BalanceReport
 from deepinfer_jax.models.layers.expert_layers import OWN_EXPERTS
 from deepinfer_jax.runner.model_runner import ModelRunner
@@ -28,8 +28,6 @@ from deepinfer_jax.scheduler.group import DPGroup
 
 logger = logging.getLogger(__name__)
 
-Policy = Callable[..., Int[np.ndarray, "layers physical"]]
-"""Of the signature of `policy.balance`."""
 STEPS_TO_HOST = 2
 """Steps between asking for the counts and looking at them: by then a step that was dispatched after
 them has been waited for, so they are there and nobody waits."""
@@ -87,11 +85,9 @@ class ExpertBalancer:
         group = self.arrays.group
         record.check(len(group.layers), group.num_experts, source)
         self._loads = record.loads
-        self.report.version = record.version
-        slots = record.slots
-        if slots.shape != self.arrays.slots.shape or record.ranks != self.layout.ranks:
-            slots = self._policy(record.loads, group.num_physical, self.layout)
+        slots = record.slots_for(group.num_physical, self.layout, self._policy)
         self.rearrange(slots)
+        self.report.version = record.version + (slots is not record.slots)
 
     def record(self) -> PlacementRecord:
         """The placement as it is, with the loads last read."""
@@ -107,12 +103,8 @@ class ExpertBalancer:
     def close(self) -> None:
         """Writes the file and ends the thread."""
         self._going_on = None
-        self._save()
+        self._write_in_background()
         self._planner.shutdown(wait=True)
-
-    def _save(self) -> None:
-        if self.options.placement_file is not None and jax.process_index() == 0:
-            self._planner.submit(self.record().save, self.options.placement_file).result()
 
     # ---- step by step ----------------------------------------------------------------------------
 

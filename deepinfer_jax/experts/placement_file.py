@@ -18,6 +18,8 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from deepinfer_jax.experts.policy import Policy, RankLayout, balance
+
 FORMAT = "deepinfer-jax expert placement 1"
 MAX_BYTES = 1 << 30
 
@@ -39,6 +41,15 @@ class PlacementRecord:
                 f"expert placement{f' {source}' if source else ''}: {have[0]} layers of {have[1]}"
                 f" experts, the model has {layers} of {experts}"
             )
+
+    def slots_for(
+        self, num_physical: int, layout: RankLayout, policy: Policy = balance
+    ) -> Int[np.ndarray, "layers physical"]:
+        """These slots where they are of that number on those ranks, else what the policy makes of
+        the loads."""
+        if self.slots.shape[1] == num_physical and self.ranks == layout.ranks:
+            return self.slots
+        return policy(self.loads, num_physical, layout)
 
     def save(self, path: str | Path) -> None:
         """Writes the file, or leaves the old one as it was. OSError."""
@@ -89,14 +100,22 @@ class PlacementRecord:
             raise ValueError(f"holds {sorted(tensors)}, expected ['loads', 'slots']")
         slots, loads = tensors["slots"], tensors["loads"]
         version, ranks = (int(metadata.get(name, -1)) for name in ("version", "ranks"))
+        record = cls(version, ranks, slots, loads)
+        record.validate()
+        return record
+
+    def validate(self) -> None:
+        """ValueError naming what cannot be."""
+        slots, loads = self.slots, self.loads
         if slots.ndim != 2 or loads.ndim != 3 or len(slots) != len(loads) or not loads.shape[2]:
             raise ValueError(f"slots of shape {slots.shape} do not go with loads {loads.shape}")
         if slots.dtype != np.int32 or loads.dtype != np.int32 or (loads < 0).any():
             raise ValueError("slots and loads must be int32, loads at least 0")
-        if version < 0 or ranks < 1 or slots.shape[1] % ranks:
-            raise ValueError(f"version {version}, {slots.shape[1]} slots on {ranks} ranks")
+        if self.version < 0 or self.ranks < 1 or slots.shape[1] % self.ranks:
+            raise ValueError(
+                f"version {self.version}, {slots.shape[1]} slots on {self.ranks} ranks"
+            )
         _check_slots(slots, loads.shape[2])
-        return cls(version, ranks, slots, loads)
 
 
 def _check_slots(slots: Int[np.ndarray, "layers physical"], experts: int) -> None:

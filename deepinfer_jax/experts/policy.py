@@ -18,11 +18,14 @@ Nothing is drawn at random: on one machine the same loads give the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 
+Policy = Callable[..., Int[np.ndarray, "layers physical"]]
+"""Of the signature of `balance`."""
 TIE = 1e-7
 """Weight of the second criterion, in a sum with the first: it only separates equals."""
 LAYERS_AT_ONCE = 16
@@ -63,6 +66,8 @@ def balance(
     loads: tokens that chose an expert. current: what the slots hold now; ranks and slots are then
     named so that as few experts as possible move. ValueError for numbers that do not divide.
     """
+    if not loads.shape[1]:  # nothing counted yet: as good as one step without tokens
+        loads = np.zeros((loads.shape[0], 1, loads.shape[2]), np.int32)
     layers, steps, experts = loads.shape
     layout.check(experts, num_physical)
     by_node = _experts_of_nodes(loads, layout)  # [layers, nodes, experts / nodes]

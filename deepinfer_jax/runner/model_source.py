@@ -60,7 +60,12 @@ def _moe_options(args: EngineArgs) -> MoeOptions:
     extra = args.num_redundant_experts
     if extra is None:
         extra = environ.get("OVERRIDE_NUM_EXTRA_EXPERTS", int)
-    options = MoeOptions(dispatch=dispatch, extra_experts=extra)
+    even = environ.get("FORCE_LOAD_BALANCE", bool)
+    options = MoeOptions(
+        dispatch=dispatch,
+        extra_experts=extra,
+        forced_imbalance=1.0 if even else environ.get("FORCE_IMBALANCE_RATIO", float),
+    )
     options.check_backend()
     return options
 

@@ -35,7 +35,7 @@ from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.snapshot import records
 from deepinfer_jax.snapshot.copy import EngineCopy, Rows
 from deepinfer_jax.snapshot.files import Share, Snapshot, write, write_share
-from deepinfer_jax.snapshot.records import PageRecord, SnapshotRecord
+from deepinfer_jax.snapshot.records import ExpertsRecord, PageRecord, SnapshotRecord
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ def capture(engine: LLMEngine) -> Capture:
         prefix=_record_prefix(engine, rows["blocks"]),
         seeds=engine.seeds.state,
         ranks=len(engine.schedulers),
+        experts=None if engine.experts is None else ExpertsRecord.of(engine.experts.record()),
     )
     return Capture(record, [EngineCopy(engine, rows)])
 

@@ -18,6 +18,7 @@ from deepinfer_jax.engine.kv_identity import KVIdentity
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.request_state import RequestState
 from deepinfer_jax.engine.requests import Completion, Request
+from deepinfer_jax.experts.placement_file import PlacementRecord
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.scheduler import resume
@@ -79,9 +80,35 @@ class PageRecord(msgspec.Struct, array_like=True):
     node: int
 
 
+class ExpertsRecord(msgspec.Struct, kw_only=True):
+    """`PlacementRecord`; loads [layers][experts] are sums over the steps that were kept."""
+
+    version: int
+    ranks: int
+    slots: list[list[int]]
+    loads: list[list[int]]
+
+    @classmethod
+    def of(cls, record: PlacementRecord) -> ExpertsRecord:
+        loads = record.loads.sum(1, dtype=np.int64)
+        return cls(
+            version=record.version,
+            ranks=record.ranks,
+            slots=record.slots.tolist(),
+            loads=np.minimum(loads, np.iinfo(np.int32).max).tolist(),
+        )
+
+    def placement(self) -> PlacementRecord:
+        """ValueError unless every layer has a slot for every expert."""
+        loads = np.array(self.loads, np.int32)[:, None, :]
+        record = PlacementRecord(self.version, self.ranks, np.array(self.slots, np.int32), loads)
+        record.validate()
+        return record
+
+
 class SnapshotRecord(msgspec.Struct, kw_only=True):
     """outputs: nobody has been given them yet. seeds: `SeedSource.state`. ranks: how many the
-    places name."""
+    places name. experts: where they were; None for a model whose experts are not counted."""
 
     identity: KVIdentity
     role: str
@@ -91,6 +118,7 @@ class SnapshotRecord(msgspec.Struct, kw_only=True):
     prefix: list[PageRecord]
     seeds: dict[str, Any]
     ranks: int
+    experts: ExpertsRecord | None = None
 
     @property
     def places(self) -> Iterator[Place]:

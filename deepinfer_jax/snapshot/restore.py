@@ -61,6 +61,7 @@ def put(engine: LLMEngine, loaded: files.Snapshot) -> list[str]:
                 plan.add(c, completion.place)
     plan.place()
     fresh = not engine.live.requests
+    _place_experts(engine, record)
     plan.commit()
     plan.commit_prefix(record.prefix)
     plan.write(loaded.arrays)
@@ -70,6 +71,14 @@ def put(engine: LLMEngine, loaded: files.Snapshot) -> list[str]:
     if fresh and jax.process_index() == 0:  # others would draw the same
         engine.seeds.state = record.seeds
     return [r.request_id for r in requests]
+
+
+def _place_experts(engine: LLMEngine, record: SnapshotRecord) -> None:
+    """An engine that moves experts, and has not yet, takes the snapshot's placement over."""
+    own, saved = engine.experts, record.experts
+    if own is None or saved is None or not own.options.moves or own.report.version:
+        return
+    own.take_over(saved.placement(), "of the snapshot")
 
 
 @dataclass

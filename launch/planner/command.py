@@ -8,7 +8,8 @@ The first form compiles the role's own step functions for the GPU (JAX's CUDA pl
 prints bytes per device, KV blocks, collectives and the least time of each step; without the plugin
 it says what is missing, and --estimate uses a formula for the temporaries instead. The second
 simulates P:D splits and prints the one with the fewest GPUs that meets the targets. DIR needs
-config.json only. docs/capacity.md explains the numbers.
+config.json only. `plan --experts FILE` shows what an engine has counted and where it placed its
+experts. docs/capacity.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from deepinfer_jax import json_text
 from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.experts.placement_file import PlacementRecord
+from deepinfer_jax.launch.planner import experts
 from deepinfer_jax.launch.planner.gpus import GPUS, find_gpu
 from deepinfer_jax.launch.planner.plan import Plan, make_plan
 from deepinfer_jax.launch.planner.search import SIZES, Targets, Trial, search
@@ -26,10 +29,9 @@ from deepinfer_jax.scheduler.simulation.traces import Trace, load_trace, synthet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="a folder with config.json")
+    parser.add_argument("--model", metavar="DIR", help="a folder with config.json")
     parser.add_argument(
         "--gpu",
-        required=True,
         metavar="NAME",
         help=f"{', '.join(GPUS)}, or cpu for this machine's devices",
     )
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, help="GPUs of the job; must equal dp x tp (default: that)"
     )
     parser.add_argument("--dp", type=int, help="attention ranks (default: ep)")
-    parser.add_argument("--ep", type=int, default=1, help="ranks the experts are spread over (1)")
+    parser.add_argument("--ep", type=int, help="ranks the experts are spread over (1)")
     parser.add_argument(
         "--tp", type=int, default=1, help="devices a rank's matrices are split over (1)"
     )
@@ -60,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--estimate", action="store_true", help="compile nothing: temporaries by formula"
+    )
+    parser.add_argument(
+        "--experts",
+        metavar="FILE",
+        help="an expert placement: alone, shown as a table (--plot: and as heat maps), for --ep"
+        " ranks if given; with --model, its loads make the floors' ranks uneven",
     )
     parser.add_argument(
         "--json",
@@ -93,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     find.add_argument("--tries", type=int, default=12, help="simulations at most (12)")
     find.add_argument(
-        "--plot", metavar="FILE.png", help="GPUs against latency of every trial (needs matplotlib)"
+        "--plot",
+        metavar="FILE.png",
+        help="GPUs against latency of every trial, or heat maps of --experts (needs matplotlib)",
     )
 
 
@@ -102,7 +112,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
-    dp = args.dp or args.ep
+    ep = args.ep or 1
+    dp = args.dp or ep
     if args.devices is not None and args.devices != dp * args.tp:
         raise ValueError(f"--devices {args.devices} must equal dp x tp = {dp} x {args.tp}")
     if args.gpu == "cpu" and args.device_memory_bytes is None:
@@ -120,15 +131,29 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
         gpu_memory_utilization=args.gpu_memory_utilization,
         device_memory_bytes=args.device_memory_bytes,
         data_parallel_size=dp,
-        expert_parallel_size=args.ep,
+        expert_parallel_size=ep,
+        expert_placement=args.experts,
         tensor_parallel_size=args.tp,
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.experts is not None and args.model is None:
+        return _show_experts(args)
+    missing = [f"--{name}" for name in ("model", "gpu") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"plan needs {' and '.join(missing)}, or --experts FILE alone")
     if args.gpu != "cpu":
         find_gpu(args.gpu)
     return _search(args) if args.search else _plan(args)
+
+
+def _show_experts(args: argparse.Namespace) -> int:
+    shown = experts.view(PlacementRecord.load(args.experts), args.ep)
+    print(experts.table(shown))
+    if args.plot:
+        experts.draw(shown, args.plot)
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -161,6 +186,8 @@ def table(plan: Plan) -> str:
         f"decode state        {gb(m.decode_state_bytes + m.state_cache_bytes)}",
         f"KV blocks           {gb(m.cache_bytes)} = {tokens}",
     ]
+    if plan.costs.imbalance != 1:
+        lines.append(f"experts             max / mean of ranks {plan.costs.imbalance:.3f}")
     for op, entry in plan.collectives.items():
         lines.append(
             f"{op:<19} {entry['count']} per step, {entry['bytes'] / 1e6:.1f} MB per device (of"

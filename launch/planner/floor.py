@@ -43,6 +43,7 @@ class ModelCosts:
     kv_bytes_per_token: float
     fp8: bool
     ep: int
+    imbalance: float = 1.0  # routed tokens of the most loaded rank over those of the mean rank
 
 
 def model_costs(
@@ -151,16 +152,17 @@ def step_floor(
     `sequences` rows.
 
     decode: every row reads its own keys; prefill: the rows of a sequence share one pass over them.
-    Routing is taken as uniform.
+    A step waits for its most loaded rank, which computes and receives `imbalance` times the mean
+    of routed rows.
     """
     flops = (
-        2.0 * tokens * (m.dense_params + m.top_k * m.expert_params)
+        2.0 * tokens * (m.dense_params + m.imbalance * m.top_k * m.expert_params)
         + 2.0 * sequences * m.head_params
     )
     flops += tokens * context * m.attention_flops_per_key
     touched = 0.0
     if m.num_experts:
-        group_tokens = tokens * m.ep
+        group_tokens = tokens * m.ep * m.imbalance
         touched = m.local_experts * (1.0 - (1.0 - m.top_k / m.num_experts) ** group_tokens)
     keys = tokens * context if decode else sequences * 2.0 * context
     size = (
@@ -176,7 +178,7 @@ def step_floor(
             m.ep * (1.0 - (1.0 - 1.0 / m.ep) ** m.top_k) * (m.ep - 1) / m.ep
         )  # distinct other ranks a token goes to
         exchanged = (
-            2.0 * m.moe_layers * tokens * remote * m.hidden_size * 2.0
+            2.0 * m.moe_layers * tokens * m.imbalance * remote * m.hidden_size * 2.0
         )  # there and back, bf16
         outside = max(0.0, (m.ep - gpu.nvlink_domain) / (m.ep - 1))
         exchange_seconds = exchanged * max(

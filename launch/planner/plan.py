@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.kernels_pallas.aot.check import claim_architecture
+from deepinfer_jax.launch.planner.experts import planned_imbalance
 from deepinfer_jax.launch.planner.floor import ModelCosts, StepFloor, model_costs, step_floor
 from deepinfer_jax.launch.planner.gpus import Gpu, find_gpu
 from deepinfer_jax.models.base import ParallelAxes
@@ -72,6 +73,7 @@ class Plan:
             "dtype": np.dtype(self.config.dtype).name,
             "quantization": self.config.quantization,
             "estimated": self.estimated,
+            "expert_imbalance": self.costs.imbalance,
             "memory": self.memory.as_dict(),
             "num_blocks": self.memory.num_blocks,
             "kv_tokens_per_rank": self.kv_tokens,
@@ -92,7 +94,8 @@ def make_plan(
     """Plans one role. args: as for an engine; the model folder needs config.json only.
 
     gpu: a name of `gpus.GPUS`, or "cpu" for this machine's devices (then args.device_memory_bytes
-    says how big one is). context: keys per row assumed for the floors. compiled: a plan of another
+    says how big one is). args.expert_placement: a placement file, whose loads say how uneven the
+    floors' ranks are. context: keys per row assumed for the floors. compiled: a plan of another
     role that differs in nothing else and profiles the same program (NORMAL and PROMPT do): what the
     compiler said then is taken over. compile_programs: None compiles if the plugin is there; False
     estimates. Raises ValueError for an unknown GPU, a missing plugin (with True), and a model that
@@ -106,6 +109,11 @@ def make_plan(
     )
     caches = source.model_class.cache_specs(source.config, config.axes, config.kv_dtype)
     costs = model_costs(config, source.config, params, specs, caches)
+    if args.expert_placement is not None:
+        measured = planned_imbalance(
+            args.expert_placement, config, source.config.router, source.config.moe
+        )
+        costs = dataclasses.replace(costs, imbalance=measured)
     compiles = target is None or (
         plugin_problem() is None if compile_programs is None else compile_programs
     )

@@ -31,18 +31,23 @@ RAGGED_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
 class MoeOptions:
     """How a model's experts are laid out and reached.
 
-    dispatch         "padded" or "ragged" (see the module) capacity_factor  None: the cap is the
-    rank's row count, one exchange. A number f: cap = f * the rows a peer receives when routing is
-                     uniform; the exchange repeats until every row has gone. Only for "padded".
-    extra_experts    redundant physical experts, raised so that the physical count divides by ep
-    rows_per_pass    most expert rows computed at once; bounds the memory of a prefill step whose
-    tokens all meet on one rank
+    dispatch: "padded" or "ragged" (see the module).
+    capacity_factor: None: the cap is the rank's row count, one exchange. A number f: cap = f * the
+    rows a peer receives when routing is uniform; the exchange repeats until every row has gone.
+    Only for "padded".
+    extra_experts: redundant physical experts, raised so that the physical count divides by ep.
+    rows_per_pass: most expert rows computed at once; bounds the memory of a prefill step whose
+    tokens all meet on one rank.
+    forced_imbalance: for tests and measurements, whose outputs mean nothing: tokens take experts by
+    turns, so that in the initial placement the first rank gets this many times the mean (1: all the
+    same); 0: the router decides.
     """
 
     dispatch: str = "padded"
     capacity_factor: float | None = None
     extra_experts: int = 0
     rows_per_pass: int = 32768
+    forced_imbalance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dispatch not in ("padded", "ragged"):
@@ -53,6 +58,10 @@ class MoeOptions:
             raise ValueError(
                 "capacity_factor must be > 0 and needs dispatch 'padded', got"
                 f" {self.capacity_factor} with {self.dispatch!r}"
+            )
+        if self.forced_imbalance and not self.forced_imbalance >= 1:
+            raise ValueError(
+                f"forced_imbalance must be 0 or at least 1, got {self.forced_imbalance}"
             )
         if self.extra_experts < 0 or self.rows_per_pass < 1:
             raise ValueError(

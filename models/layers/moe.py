@@ -24,7 +24,7 @@ from deepinfer_jax.models.layers.placement import (
     num_physical_experts,
     physical_ids,
 )
-from deepinfer_jax.models.layers.router import RouterConfig, route
+from deepinfer_jax.models.layers.router import RouterConfig, route, route_by_turns
 from deepinfer_jax.models.rules import PROJECTIONS, Rule
 
 TABLES = ("physical_to_logical", "logical_to_physical", "replica_count")
@@ -134,6 +134,11 @@ class MoE(nnx.Module):
         options: MoeOptions,
     ) -> None:
         options.check_backend()
+        if options.forced_imbalance > axes.ep:
+            raise ValueError(
+                f"forced_imbalance {options.forced_imbalance} is more than all load on one of"
+                f" {axes.ep} ranks"
+            )
         self.router, self.axes, self.options = router, axes, options
         self.swiglu_limit = swiglu_limit
         num_physical = num_physical_experts(router.num_experts, axes.ep, options.extra_experts)
@@ -164,9 +169,11 @@ class MoE(nnx.Module):
         self, x: jax.Array, valid: jax.Array, experts: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """experts: i32 [T, k] where they are chosen already; the router only weighs them."""
+        rank = jax.lax.axis_index(self.axes.ep_axis) if self.axes.ep > 1 else 0
+        if forced := self.options.forced_imbalance:
+            experts = route_by_turns(x.shape[0], rank, self.router, self.axes.ep, forced)
         weights, experts = self.route(x, experts)
         experts = jnp.where(valid[:, None], experts, -1)
-        rank = jax.lax.axis_index(self.axes.ep_axis) if self.axes.ep > 1 else 0
         ids = physical_ids(
             experts,
             self.placement.logical_to_physical[...],

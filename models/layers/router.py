@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -89,6 +90,23 @@ def limit_groups(choice: jax.Array, config: RouterConfig) -> jax.Array:
         allowed[:, :, None], groups, 0.0 if config.group_score == "max" else -jnp.inf
     )
     return masked.reshape(choice.shape)
+
+
+def route_by_turns(
+    tokens: int, rank: Int[Array, ""] | int, config: RouterConfig, ranks: int, imbalance: float
+) -> Int[Array, "tokens k"]:
+    """Experts whatever the logits say: token by token the next ones, but for a share of tokens that
+    is spread evenly and gets experts of the first rank's initial slots, so that this rank has
+    `imbalance` times the mean load. A token's experts are distinct."""
+    token = jnp.arange(tokens, dtype=jnp.uint32) + jnp.asarray(rank).astype(jnp.uint32)
+    turn = token[:, None] * config.top_k + jnp.arange(config.top_k, dtype=jnp.uint32)
+    share = 0.0 if ranks == 1 else (imbalance - 1) / (ranks - 1)
+    first = max(config.top_k, config.num_experts // ranks)
+    spread = token * jnp.uint32(
+        2654435769
+    )  # 2^32 / golden ratio: multiples lie evenly in [0, 2^32)
+    chosen = spread < jnp.uint32(min(share, 1.0) * (2**32 - 1))
+    return (turn % jnp.where(chosen[:, None], first, config.num_experts)).astype(jnp.int32)
 
 
 def route(

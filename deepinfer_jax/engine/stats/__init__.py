@@ -1,4 +1,4 @@
 """What an engine counts and shows: metrics, histograms, Prometheus, profiles.
 
-Imports: runner, scheduler, config, environ.
+Imports: experts, runner, scheduler, config, environ.
 """

@@ -219,6 +219,7 @@ class EngineStats:
             "host_seconds": {kind: h.summary() for kind, h in self.host_seconds.items()},
             "device_idle_seconds": self.device_idle.summary(),
             **({} if e.prefix_store is None else {"kv_store": e.prefix_store.stats()}),
+            **({} if e.experts is None else {"experts": e.experts.report.as_dict()}),
             "last_steps": [asdict(r) for r in list(self.records)[-5:]],
         }
 
@@ -232,7 +233,7 @@ class EngineStats:
         logger.info(
             "%s %s: %d steps (%d prefill, %d decode) in %.2f s, prompt %.0f tok/s, generation %.0f"
             " tok/s, running %d, waiting %d, cache %.1f %%, preempted %d, padding %.1f %% prefill"
-            " %.1f %% decode, last step %.2f ms (host %.2f ms, wait %.2f ms)",
+            " %.1f %% decode, last step %.2f ms (host %.2f ms, wait %.2f ms)%s",
             e.name,
             e.args.served_model_name,
             new["steps"],
@@ -250,6 +251,7 @@ class EngineStats:
             1e3 * record.duration,
             1e3 * record.host_time,
             1e3 * record.device_wait,
+            "" if e.experts is None else f", experts: {e.experts.report.line()}",
         )
 
 

@@ -19,6 +19,7 @@ from deepinfer_jax.engine.stats.histogram import Histogram
 from deepinfer_jax.engine.stats.metrics import EngineStats
 from deepinfer_jax.engine.stats.pages import METRICS_TYPE, NO_PAGE, Page, PageServer
 from deepinfer_jax.engine.stats.source import StatsSource
+from deepinfer_jax.experts.report import BalanceReport
 
 PREFIX = "deepinfer_"
 LABELS = ("model_name", "engine")
@@ -111,6 +112,8 @@ class EngineCollector(Collector):
                 "event",
                 pages,
             )
+        if self._engine.experts is not None:
+            yield from self._balance(self._engine.experts.report)
         yield self._histogram(
             "time_to_first_token_seconds", "from a request's arrival", {"": stats.ttft}
         )
@@ -126,6 +129,28 @@ class EngineCollector(Collector):
         yield self._histogram(
             "device_idle_seconds", "before a decode step, at most", {"": stats.device_idle}
         )
+
+    def _balance(self, report: BalanceReport) -> Iterator[Metric]:
+        what = "tokens of the most loaded rank over those of the mean rank"
+        for name, values, when in (
+            ("expert_imbalance_ratio", report.now, "with the placement as it is"),
+            ("expert_imbalance_before_ratio", report.before, "before experts last moved"),
+        ):
+            layers = {str(layer): float(value) for layer, value in enumerate(values)}
+            yield self._gauges(name, f"{what}, {when}", "layer", layers)
+        yield self._gauge(
+            "expert_placement_version", "rearrangements that led here", report.version
+        )
+        yield self._counter("expert_rearrangements", "times experts moved", report.rearrangements)
+        yield self._counter(
+            "expert_slots_moved", "physical experts that were exchanged", report.slots_moved
+        )
+
+    def _gauges(self, name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric([*self._labels, key], value)
+        return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
