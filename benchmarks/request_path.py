@@ -49,7 +49,11 @@ def noted(root: Path, run: Callable[[], object]) -> set[tuple[str, int]]:
 
     def start(code: CodeType, _offset: int) -> object:
         path = os.path.realpath(code.co_filename)
-        if path.startswith(f"{root}{os.sep}") and code.co_name != "<module>":
+        if (
+            os.path.isfile(path)
+            and path.startswith(f"{root}{os.sep}")
+            and code.co_name != "<module>"
+        ):
             found.add((os.path.relpath(path, root), code.co_firstlineno))
         return monitoring.DISABLE
 

@@ -8,6 +8,7 @@ from deepinfer_jax.disagg.layout import Layout, make_layout
 from deepinfer_jax.disagg.side import HandoverSide
 from deepinfer_jax.engine.llm_engine import LLMEngine
 from deepinfer_jax.engine.requests import Request
+from deepinfer_jax.kv.block_layout import BlockLayout
 from deepinfer_jax.kv.block_mover import BUCKETS, BlockMover
 from deepinfer_jax.outputs import RequestOutput
 from deepinfer_jax.runner.compile_watch import compile_watch
@@ -72,16 +73,10 @@ class ServedEngine(LLMEngine):
             super().check_integrity()
 
     def layout(self) -> Layout:
-        """What a router compares; see `layout.check_layouts`. Blocks are described where they can
-        be handed over."""
-        blocks = {
-            "block_size": self.config.block_size,
-            "caches": [
-                {"name": s.name, "layers": s.layers, "dtype": str(s.dtype), "kind": "", "entry": ()}
-                for s in self.runner.cache_specs
-            ],
-        }
-        return make_layout(self.config.role, self.fingerprint, blocks, self.config.max_model_len)
+        """What a router compares, and both ends of a link; see `layout.check_layouts`."""
+        c = self.config
+        blocks = BlockLayout(self.runner.cache_specs, c.axes, c.block_size, stacked=False)
+        return make_layout(c.role, self.fingerprint, blocks.describe(), c.max_model_len)
 
 
 class HandoverEngine(ServedEngine):
@@ -93,10 +88,6 @@ class HandoverEngine(ServedEngine):
     def init_pd_split(self) -> None:
         self.mover = BlockMover(self.runner, self.transfer_buckets)
         self._cuts: dict[str, int] = {}
-
-    def layout(self) -> Layout:
-        blocks = self.mover.describe()
-        return make_layout(self.config.role, self.fingerprint, blocks, self.config.max_model_len)
 
     def prepare_link(self, peer: str, peer_tp: int) -> None:
         """Compiles what a peer with another tp needs. Before the first transfer, under the engine's
