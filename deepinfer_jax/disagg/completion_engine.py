@@ -54,7 +54,7 @@ class CompletionEngine(HandoverEngine):
     def reserve(self, handoff: HandoffId, request: RequestState, pages: int, states: int) -> int:
         """Raises Refused."""
         needed = self.schedulers[0].config.pages(len(request.prompt_token_ids))
-        if (pages, states) != (needed, int("states" in self.mover.kinds)):
+        if (pages, states) != (needed, int("states" in self.ensure_mover().kinds)):
             raise ValueError(
                 f"hand-over {handoff}: {pages} pages and {states} states, not {needed}"
             )
@@ -99,7 +99,7 @@ class CompletionEngine(HandoverEngine):
             ids[s.row : s.row + s.count] = (
                 seq.block_ids[s.first : s.first + s.count] if kind == "blocks" else seq.state_id
             )
-        self.mover.scatter([(payload, ids)])
+        self.ensure_mover().scatter([(payload, ids)])
 
     def enqueue(self, handoff: HandoffId, state: RequestState) -> bool:
         c = self._reserved[handoff]

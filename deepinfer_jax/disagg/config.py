@@ -105,11 +105,12 @@ def assign_devices(
     pool = itertools.cycle(devices)
     out: dict[EngineType, list[list[Any]]] = {}
     for role, count in counts.items():
-        source = pool if given[role] is None else itertools.cycle(given[role])
-        if given[role] is not None and len(given[role]) < need[role] * count and need[role] > 1:
+        own = given[role]
+        source = pool if own is None else itertools.cycle(own)
+        if own is not None and len(own) < need[role] * count and need[role] > 1:
             raise ValueError(
                 f"{count} {role.name} engines of {need[role]} devices need {need[role] * count},"
-                f" got {len(given[role])}"
+                f" got {len(own)}"
             )
         out[role] = [[next(source) for _ in range(need[role])] for _ in range(count)]
     return out

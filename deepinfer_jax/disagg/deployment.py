@@ -113,12 +113,12 @@ class DisaggregatedEngine:
         warm = all(e.config.warm_up for e in engines)
         seconds = HandoffConfig.timeout * (1 if warm else 10)
         handoff = self.pd.handoff or HandoffConfig(timeout=seconds)
-        for i, engine in enumerate(self.prompt_engines):
-            engine.start_hand_over(f"PROMPT_{i}", self.coordinator, handoff)
-            self._join(engine, None)
-        for i, engine in enumerate(self.completion_engines):
-            engine.start_hand_over(f"COMPLETION_{i}", handoff, self.pd.reserve_fraction)
-            self._join(engine, _capacity(engine))
+        for i, prompt in enumerate(self.prompt_engines):
+            prompt.start_hand_over(f"PROMPT_{i}", self.coordinator, handoff)
+            self._join(prompt, None)
+        for i, completion in enumerate(self.completion_engines):
+            completion.start_hand_over(f"COMPLETION_{i}", handoff, self.pd.reserve_fraction)
+            self._join(completion, _capacity(completion))
         self._links: dict[tuple[str, str], tuple[Link, Link]] = {}
         for source in self.prompt_engines:
             for target in self.completion_engines:

@@ -93,4 +93,4 @@ class HandoverEngine(ServedEngine):
         """Compiles what a peer with another tp needs. Before the first transfer, under the engine's
         lock."""
         with self.lock, compile_watch().expected():
-            self._cuts[peer] = self.mover.prepare_for(peer_tp)
+            self._cuts[peer] = self.ensure_mover().prepare_for(peer_tp)

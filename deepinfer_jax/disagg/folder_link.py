@@ -29,7 +29,7 @@ import msgspec
 from deepinfer_jax.disagg.completion_engine import CompletionEngine
 from deepinfer_jax.disagg.inbox import Inbox
 from deepinfer_jax.disagg.layout import Layout, LayoutMismatch, check_layouts
-from deepinfer_jax.disagg.messages import Link, Message, decode_body, encode_body
+from deepinfer_jax.disagg.messages import Link, Message, Pages, decode_body, encode_body
 from deepinfer_jax.disagg.prompt_engine import PromptEngine
 from deepinfer_jax.kv.block_mover import BlockMover
 from deepinfer_jax.kv.store import write_parts
@@ -148,7 +148,7 @@ class FolderLink(Link):
                 os.utime(self._own_box)
                 continue
             if item is None:
-                _replace(self._own_box / "closed", self._closing.encode())
+                _replace(self._own_box / "closed", (self._closing or "").encode())
                 return
             number += 1
             message, rank = item
@@ -188,7 +188,7 @@ class FolderLink(Link):
             packed = base64.b64decode(header.meta["message"])
             envelope = msgspec.msgpack.decode(packed, type=_Envelope)
             body = decode_body(envelope.body)
-            if not envelope.has_payload:
+            if not envelope.has_payload or not isinstance(body, Pages):
                 return Message(body)
             arrays = {name: read_tensor(file, str(path), header, name) for name in header.tensors}
         (payload,) = self.mover.from_host(arrays, envelope.rank, body.kind)
@@ -211,9 +211,11 @@ def open_end(
     completes it."""
     side = "source" if engine.policy.does_prefill else "target"
     names = (engine.name, peer) if side == "source" else (peer, engine.name)
-    session, largest = uuid.uuid4().hex, engine.mover.buckets[-1]
+    session, largest = uuid.uuid4().hex, engine.ensure_mover().buckets[-1]
     hello = FolderHello(engine.name, session, engine.layout(), largest)
-    return FolderLink(Path(folder) / "--".join(names), side, engine.mover, hello, lost_after)
+    return FolderLink(
+        Path(folder) / "--".join(names), side, engine.ensure_mover(), hello, lost_after
+    )
 
 
 def finish_end(

@@ -50,7 +50,7 @@ def connect(source: PromptEngine, target: CompletionEngine) -> tuple[MeshLink, M
     check_layouts(source.layout(), target.layout())
     source.prepare_link(target.name, target.config.axes.tp)
     target.prepare_link(source.name, source.config.axes.tp)
-    a, b = link_pair(source.name, target.name, target.mover)
+    a, b = link_pair(source.name, target.name, target.ensure_mover())
     source.hand_overs.connect(a)
     target.hand_overs.connect(b)
     return a, b

@@ -43,7 +43,7 @@ class PromptEngine(HandoverEngine):
         self._by_attempt: dict[AttemptId, Completion] = {}
         self._chunks: dict[AttemptId, int] = {}  # tokens scheduled in this step
         self._step_start = 0.0
-        self._has_states = "states" in self.mover.kinds
+        self._has_states = "states" in self.ensure_mover().kinds
 
     def add_request(
         self,
@@ -199,10 +199,12 @@ class PromptEngine(HandoverEngine):
             }
             ids = [
                 [row.id for row in chosen[r][1]] if r in chosen else []
-                for r in range(self.mover.ranks)
+                for r in range(self.ensure_mover().ranks)
             ]
-            sent = [0] * self.mover.ranks
-            for source, payload in self.mover.gathers(ids, kind, self._cuts.get(link.peer, 1)):
+            sent = [0] * self.ensure_mover().ranks
+            for source, payload in self.ensure_mover().gathers(
+                ids, kind, self._cuts.get(link.peer, 1)
+            ):
                 # each goes at once, still cached
                 target, rows = chosen[source]
                 segments = runs(rows[sent[source] : sent[source] + payload.count])

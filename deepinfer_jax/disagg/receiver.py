@@ -31,6 +31,7 @@ from deepinfer_jax.disagg.protocol import (
 )
 from deepinfer_jax.disagg.side import HandoverSide
 from deepinfer_jax.engine.request_state import RequestState
+from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 
 
@@ -93,7 +94,7 @@ class Receiver(HandoverSide):
         super().__init__(name, config, clock)
         self.port = port
         self.incoming: dict[HandoffId, Incoming] = {}
-        self._arriving: list[tuple[str, Message]] = []  # `Pages` whose bytes are on their way
+        self._arriving: list[tuple[Pages, Payload]] = []  # whose bytes are on their way
 
     @property
     def num_open(self) -> int:
@@ -143,8 +144,8 @@ class Receiver(HandoverSide):
             case Reserve():
                 self._reserve(name, body)
             case Pages():
-                self._check_segments(name, message)
-                self._arriving.append((name, message))
+                self._check_segments(name, body, message.payload)
+                self._arriving.append((body, message.payload))
                 for handoff_id in {segment.handoff for segment in body.segments}:
                     self._touch(name, handoff_id)
             case Deliver():
@@ -157,9 +158,8 @@ class Receiver(HandoverSide):
             case _:
                 raise ValueError(f"a completion engine is sent no {type(body).__name__}")
 
-    def _check_segments(self, name: str, message: Message) -> None:
+    def _check_segments(self, name: str, pages: Pages, payload: Payload | None) -> None:
         """Raises ValueError for rows that the payload has not, and for pages nobody reserved."""
-        pages, payload = message.body, message.payload
         if payload is None:
             raise ValueError("pages without a payload")
         for s in pages.segments:
@@ -214,17 +214,16 @@ class Receiver(HandoverSide):
 
     def _write_arrived(self) -> None:
         arriving, self._arriving = self._arriving, []
-        for name, message in arriving:
-            if message.payload.ready():
-                self._write(message)
+        for pages, payload in arriving:
+            if payload.ready():
+                self._write(pages, payload)
             else:
-                self._arriving.append((name, message))
+                self._arriving.append((pages, payload))
 
-    def _write(self, message: Message) -> None:
-        pages = message.body
+    def _write(self, pages: Pages, payload: Payload) -> None:
         segments = [s for s in pages.segments if s.handoff in self.incoming]
         if segments:
-            self.port.write(pages.kind, message.payload, segments)
+            self.port.write(pages.kind, payload, segments)
         for s in segments:
             incoming = self.incoming[s.handoff]
             if pages.kind == "states":
@@ -235,6 +234,7 @@ class Receiver(HandoverSide):
     def _enqueue(self, handoff_id: HandoffId, incoming: Incoming, now: float) -> None:
         incoming.handoff.advance(HandoffState.DELIVERED, now)
         try:
+            assert incoming.state is not None  # complete
             enqueued = self.port.enqueue(handoff_id, incoming.state)
         except ValueError as error:  # what it delivered does not fit what it reserved
             self._fail(handoff_id, f"{incoming.handoff.source} delivered: {error}", retry=False)

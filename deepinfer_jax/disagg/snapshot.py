@@ -307,6 +307,7 @@ def _route(
 ) -> _Resumed | None:
     """Gives a part to the router: to a completion engine that goes on with its KV, or, None, to be
     prefilled again."""
+    assert saved.place is not None  # its request has not ended
     max_tokens = saved.place.max_len - len(part.prompt_token_ids)
     if saved.place.decoding:
         resumed = pd.coordinator.router.adopt(part.id, part.prompt_token_ids, max_tokens)

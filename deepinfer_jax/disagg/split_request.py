@@ -124,7 +124,7 @@ class FannedOutRequest:
         latest = [p.last for p in self.parts if p.last is not None]
         fresh = kind is RequestOutputKind.DELTA
         outputs = [self._completion(p, changed=not fresh or p is part) for p in self.parts]
-        metrics = self._metrics([x.metrics for x in latest])
+        metrics = self._metrics([x.metrics for x in latest if x.metrics is not None])
         logprobs = self.parts[0].last.prompt_logprobs if self.parts[0].last is not None else None
         return RequestOutput(
             self.request_id,

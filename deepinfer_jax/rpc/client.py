@@ -117,6 +117,7 @@ class RemoteEngine:
         there is no deployment within connect_timeout seconds."""
         self.connection = RouterConnection(router, secret, hub)
         info = self.connection.connect(connect_timeout)
+        assert info is not None  # it waits for an engine
         self.info = info
         self.tokenizer = _find_tokenizer(tokenizer or model, info.model)
         limits = RequestLimits(
@@ -182,7 +183,7 @@ class RemoteEngine:
 
     def step(self) -> list[RequestOutput]:
         """Waits for outputs and returns all there are; [] when a while has passed without any."""
-        outputs = []
+        outputs: list[RequestOutput] = []
         if self._outbox.empty() and self._requests:
             self._take(block=True, outputs=outputs)
         while not self.connection.inbox.empty():

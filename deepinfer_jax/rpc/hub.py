@@ -9,12 +9,13 @@ told why, and whoever wants another one dials again.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -96,7 +97,7 @@ class Hub:
             raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
         self._servers[socket] = (accept, {})
         self._poller.register(socket, zmq.POLLIN)
-        return socket.last_endpoint.decode()
+        return cast("bytes", socket.last_endpoint).decode()
 
     def dial(self, endpoint: str, hello: wire.Hello, handler: Handler) -> None:
         """Connects; the handler hears `opened` or `lost`."""
@@ -137,7 +138,7 @@ class Hub:
             while not self._stopping:
                 due = min([next_beat, *(t[0] for t in self._timers)])
                 wait = BACKLOG_RETRY if self._backlog else max(0.0, due - self.clock())
-                ready = dict(self._poller.poll(wait * 1000))
+                ready = dict(self._poller.poll(math.ceil(wait * 1000)))
                 self._round(ready)
                 now = self.clock()
                 for timer in self._timers:
@@ -274,7 +275,7 @@ class Hub:
         for _ in range(READS_PER_ROUND):
             channel = self._dialled.get(socket)
             frames = None if channel is None else self._receive(socket)
-            if frames is None:
+            if channel is None or frames is None:
                 return
             self._deliver(channel, frames)
 

@@ -341,4 +341,6 @@ def decode_hello(data: bytes) -> Hello:
         )
     if fields.get("kind") not in KINDS:
         raise BadMessage(f"kind {fields.get('kind')!r}, known: {', '.join(KINDS)}")
-    return decode(data)
+    hello = decode(data)
+    assert isinstance(hello, Hello)  # by its tag
+    return hello
