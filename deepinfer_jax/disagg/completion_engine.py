@@ -99,7 +99,7 @@ class CompletionEngine(HandoverEngine):
             ids[s.row : s.row + s.count] = (
                 seq.block_ids[s.first : s.first + s.count] if kind == "blocks" else seq.state_id
             )
-        self.ensure_mover().scatter([(payload, ids)])
+        self.ensure_mover().scatter([(payload, ids.tolist())])
 
     def enqueue(self, handoff: HandoffId, state: RequestState) -> bool:
         c = self._reserved[handoff]

@@ -23,7 +23,7 @@ class ServedEngine(LLMEngine):
     """
 
     hand_overs: HandoverSide | None = None
-    on_output: Callable[[RequestOutput], None] | None = None
+    on_output: Callable[[RequestOutput], object] | None = None
     """Called before the step goes on: a request's first token must not be overtaken by what its
     completion engine makes of it."""
 

@@ -192,19 +192,17 @@ class PromptEngine(HandoverEngine):
     ) -> None:
         """One gather serves all source ranks at once, each with blocks for one rank of the
         target. queues: by (source rank, target rank)."""
+        mover = self.ensure_mover()
         while queues:
             firsts = {source: target for source, target in reversed(queues)}
             chosen = {
                 source: (target, queues.pop((source, target))) for source, target in firsts.items()
             }
             ids = [
-                [row.id for row in chosen[r][1]] if r in chosen else []
-                for r in range(self.ensure_mover().ranks)
+                [row.id for row in chosen[r][1]] if r in chosen else [] for r in range(mover.ranks)
             ]
-            sent = [0] * self.ensure_mover().ranks
-            for source, payload in self.ensure_mover().gathers(
-                ids, kind, self._cuts.get(link.peer, 1)
-            ):
+            sent = [0] * mover.ranks
+            for source, payload in mover.gathers(ids, kind, self._cuts.get(link.peer, 1)):
                 # each goes at once, still cached
                 target, rows = chosen[source]
                 segments = runs(rows[sent[source] : sent[source] + payload.count])

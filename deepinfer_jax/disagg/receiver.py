@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepinfer_jax.disagg.messages import (
     Ack,
@@ -31,7 +31,6 @@ from deepinfer_jax.disagg.protocol import (
 )
 from deepinfer_jax.disagg.side import HandoverSide
 from deepinfer_jax.engine.request_state import RequestState
-from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.scheduler.routing.ids import AttemptId, HandoffId
 
 
@@ -43,8 +42,9 @@ class TargetPort(Protocol):
         are not those of the request."""
         ...
 
-    def write(self, kind: PayloadKind, payload: Payload, segments: Sequence[Segment]) -> None:
-        """Enqueues writing the segments; rows of the payload that none names are dropped."""
+    def write(self, kind: PayloadKind, payload: Any, segments: Sequence[Segment]) -> None:
+        """Enqueues writing the segments of a payload, which is of the links' own class; rows that
+        none names are dropped."""
         ...
 
     def enqueue(self, handoff: HandoffId, state: RequestState) -> bool:

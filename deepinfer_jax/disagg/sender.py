@@ -88,6 +88,20 @@ class Outgoing:
         return self.attempt.handoff(self.tries)
 
     @property
+    def asked(self) -> str:
+        """The target; RuntimeError if none has been asked."""
+        if self.target is None:
+            raise RuntimeError(f"hand-over {self.handoff_id} has no target")
+        return self.target
+
+    @property
+    def agreed(self) -> Handoff:
+        """The record; RuntimeError if no target has agreed."""
+        if self.handoff is None:
+            raise RuntimeError(f"hand-over {self.handoff_id} is not agreed on")
+        return self.handoff
+
+    @property
     def deadline(self) -> float:
         if self.handoff is not None:
             return self.handoff.deadline
@@ -187,7 +201,7 @@ class Sender(HandoverSide):
     def _send(self, now: float) -> None:
         pages: dict[str, list[PageRange]] = {}
         states: dict[str, list[PageRange]] = {}
-        ready: list[Outgoing] = []
+        ready: list[tuple[Outgoing, RequestState]] = []
         for out in self.outgoing.values():
             if out.handoff is None or out.handoff.state is HandoffState.DELIVERED:
                 continue
@@ -195,14 +209,14 @@ class Sender(HandoverSide):
             if count > 0:
                 self._start_sending(out.handoff, now)
                 part = PageRange(out.handoff_id, out.sent, count, out.rank)
-                pages.setdefault(out.target, []).append(part)
+                pages.setdefault(out.asked, []).append(part)
                 out.sent += count
             if out.sent == out.pages and out.states and not out.states_sent:
                 row = PageRange(out.handoff_id, 0, 1, out.rank)
-                states.setdefault(out.target, []).append(row)
+                states.setdefault(out.asked, []).append(row)
                 out.states_sent = True
             if out.sent == out.pages and out.state is not None:
-                ready.append(out)
+                ready.append((out, out.state))
             if count > 0 or out.state is None:
                 # computing is progress of the source: only the target can be late
                 out.handoff.deadline = now + self.config.timeout
@@ -210,9 +224,9 @@ class Sender(HandoverSide):
             self.port.send_payloads(self.links[name], "blocks", ranges)
         for name, ranges in states.items():
             self.port.send_payloads(self.links[name], "states", ranges)
-        for out in ready:
-            self.links[out.target].send(Message(Deliver(out.handoff_id, out.state)))
-            out.handoff.advance(HandoffState.DELIVERED, now, now + self.config.timeout)
+        for out, state in ready:
+            self.links[out.asked].send(Message(Deliver(out.handoff_id, state)))
+            out.agreed.advance(HandoffState.DELIVERED, now, now + self.config.timeout)
 
     def _start_sending(self, handoff: Handoff, now: float) -> None:
         if handoff.state is HandoffState.RESERVED:
@@ -250,19 +264,20 @@ class Sender(HandoverSide):
             self.links[name].send(Message(Cancel(body.handoff, "no longer needed")))
 
     def _acknowledged(self, out: Outgoing, now: float) -> None:
-        out.handoff.complete(HandoffState.ACKED, now)
+        handoff = out.agreed
+        handoff.complete(HandoffState.ACKED, now)
         del self.outgoing[out.attempt]
         self._ended.add(out.handoff_id, "acked")
         self.counters["acked"] += 1
-        self.seconds.append(now - out.handoff.times[HandoffState.RESERVED])
+        self.seconds.append(now - handoff.times[HandoffState.RESERVED])
         del self.seconds[:-4096]
         self.port.forget(out.attempt, None)
-        self.placement.handed_over(out.attempt, out.target)
+        self.placement.handed_over(out.attempt, out.asked)
 
     def _refused(self, out: Outgoing, refusal: Refusal, now: float) -> None:
         self.counters["refused"] += 1
-        self.placement.release_decode(out.attempt, out.target)
-        out.excluded.add(out.target)
+        self.placement.release_decode(out.attempt, out.asked)
+        out.excluded.add(out.asked)
         if refusal.retry:
             out.target, out.next_ask = None, now + self.config.retry_delay
         elif out.excluded >= self.links.keys():
@@ -273,7 +288,7 @@ class Sender(HandoverSide):
     def _failed(self, out: Outgoing, reason: str, retry: bool, tell: bool = True) -> None:
         """This try is over; the KV is still here, so another target may get it."""
         self._withdraw(out, reason, tell)
-        out.excluded.add(out.target)
+        out.excluded.add(out.asked)
         self.counters["failed_tries"] += 1
         logger.warning("%s: hand-over %s failed: %s", self.name, out.handoff_id, reason)
         if not retry or out.tries >= self.config.max_tries or not self.links:

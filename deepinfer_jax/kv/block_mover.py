@@ -94,7 +94,7 @@ class BlockMover(BlockLayout):
         if self._on_cpu:
             host_memory.keep_freed(CACHED_BYTES + 4096, 4 * CACHED_BYTES)
         self._cuts = {1}  # pieces per device that programs exist for
-        self._dummies: dict[tuple, list] = {}
+        self._dummies: dict[tuple[str, int, int], dict[str, Any]] = {}
         for kind in self.kinds:
             self._programs.register(kind, 1)
 
@@ -189,7 +189,9 @@ class BlockMover(BlockLayout):
         row; -1: drop that row). Order within a rank is kept."""
         left = list(items)
         while left:
-            first, chosen, later = left[0][0], {}, []
+            first = left[0][0]
+            chosen: dict[int, tuple[Payload, Sequence[int]]] = {}
+            later: list[tuple[Payload, Sequence[int]]] = []
             for payload, ids in left:  # one payload per rank and call, all of one shape
                 same = (payload.kind, payload.size, cut_of(payload)) == (
                     first.kind,
@@ -310,8 +312,8 @@ class BlockMover(BlockLayout):
         limit = self._programs.limit(kind)
         row = np.full((self.ranks, size), limit, np.int32)
         for rank, ids in parts.items():
-            ids = np.asarray(ids, np.int32).reshape(-1)
-            row[rank, : len(ids)] = np.where(ids >= 0, ids, limit)
+            wanted = np.asarray(ids, np.int32).reshape(-1)
+            row[rank, : len(wanted)] = np.where(wanted >= 0, wanted, limit)
         return self._placed_row(row)
 
     def _placed_row(self, row: np.ndarray) -> Any:
@@ -348,7 +350,7 @@ class BlockMover(BlockLayout):
             return {
                 name: tuple([pieces for (pieces,) in layers]) for name, layers in pieces[0].items()
             }
-        blank = self._blank(kind, size, cut) if len(payloads) < self.ranks else None
+        blank = self._blank(kind, size, cut) if len(payloads) < self.ranks else {}
         out = {}
         for s in self.specs[kind]:
             whole, layers = self._programs.piece(kind, s, size, cut), []

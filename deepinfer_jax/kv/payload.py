@@ -30,7 +30,7 @@ class Payload:
 
     def ready(self) -> bool:
         """All bytes have arrived; waits for nothing."""
-        return all(x.is_ready() for x in self.arrays())
+        return all(x.is_ready() for x in self.arrays())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         jax.block_until_ready(self.arrays())

@@ -34,7 +34,7 @@ SOCKET_QUEUE = 256
 """Messages libzmq may hold per connection and direction; what does not fit waits in the channel's
 own bounded queue."""
 
-_ENDINGS = {
+_ENDINGS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection was closed by the other side",
     zmq.EVENT_CLOSED: "no connection: nobody listens there",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
@@ -299,7 +299,10 @@ class Hub:
             self._lose(channel, message.reason, message.final, tell=False)
         elif isinstance(message, wire.Welcome) and not channel.is_open:
             channel.is_open, channel.session, channel.peer = True, message.session, message.name
-            self._guarded(channel, "its welcome", channel.handler.opened, channel, message)
+            if channel.handler is not None:
+                self._guarded(channel, "its welcome", channel.handler.opened, channel, message)
+        elif channel.handler is None:
+            self._lose(channel, "nobody here takes its messages")
         else:
             what = f"its {type(message).__name__}"
             handler = channel.handler.message
@@ -406,6 +409,7 @@ class Hub:
         if channel.identity is not None:
             self._servers[channel.socket][1].pop(channel.identity, None)
             return
+        assert channel.monitor is not None  # it was dialled
         del self._dialled[channel.socket], self._monitors[channel.monitor]
         self._poller.unregister(channel.socket)
         self._poller.unregister(channel.monitor)
