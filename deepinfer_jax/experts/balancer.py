@@ -73,11 +73,19 @@ class ExpertBalancer:
     def start(self) -> None:
         """After warm-up: takes over the placement of the file, if there is one."""
         path = self.options.placement_file
-        record = None if path is None else PlacementRecord.load_if_there(path)
-        if record is not None:
-            self.take_over(record, path)
-        elif path is not None:
+        if path is None:
+            return
+        record = PlacementRecord.load_if_there(path)
+        number = 0 if record is None else 1 + zlib.crc32(record.slots.tobytes())
+        if self._votes.agree_min(number) != -self._votes.agree_min(-number):
+            raise ValueError(
+                f"the processes of the job read different expert placements from {path}, or not all"
+                " of them found one"
+            )
+        if record is None:
             logger.info("experts: %s does not exist yet and will be written", path)
+        else:
+            self.take_over(record, path)
 
     def take_over(self, record: PlacementRecord, source: str | None = None) -> None:
         """Places experts as a record says, or, where that was for other slots or ranks, as the

@@ -172,11 +172,18 @@ class AnalyticCosts:
     n tokens touch about P * (1 - (1 - A/P)^n) (independent choices). Defaults: an 8-billion dense
     bf16 model with grouped-query attention (32 layers, 8 KV heads of 128) on an H100 SXM (data
     sheet: 989e12 bf16 FLOP/s, 3.35e12 B/s), of which compute_efficiency and memory_efficiency are
-    reached. Raises ValueError naming the field.
+    reached.
+
+    expert_imbalance: tokens of the most loaded expert-parallel rank over those of the mean rank, as
+    engines measure it (stats, `plan --experts`). A step takes as long as that rank does, whose
+    experts compute and touch that much more. shared_parameters: the active ones that every token
+    passes, outside the experts. Raises ValueError naming the field.
     """
 
     parameters: float = 8.03e9
     active_parameters: float | None = None
+    shared_parameters: float = 0.0
+    expert_imbalance: float = 1.0
     bytes_per_parameter: float = 2.0
     attention_flops_per_key: float = 4 * 32 * 32 * 128
     kv_bytes_per_token: float = 2 * 32 * 8 * 128 * 2
@@ -198,6 +205,7 @@ class AnalyticCosts:
             "kv_bytes_per_token",
             "step_overhead",
             "host_seconds",
+            "shared_parameters",
         ):
             _non_negative(f"analytic costs: {field}", getattr(self, field))
         for field in ("compute_efficiency", "memory_efficiency"):
@@ -205,6 +213,15 @@ class AnalyticCosts:
                 raise ValueError(
                     f"analytic costs: {field} must lie in (0, 1], got {getattr(self, field)}"
                 )
+        if not 1 <= self.expert_imbalance < math.inf:
+            raise ValueError(
+                f"analytic costs: expert_imbalance must be at least 1, got {self.expert_imbalance}"
+            )
+        if self.shared_parameters > self._active:
+            raise ValueError(
+                f"analytic costs: shared_parameters {self.shared_parameters:g} exceed the active"
+                f" {self._active:g}"
+            )
         if not 0 < self._active <= self.parameters:
             raise ValueError(
                 f"analytic costs: active_parameters must lie in (0, {self.parameters:g}], got"
@@ -224,8 +241,10 @@ class AnalyticCosts:
         return self._seconds(rows, mean_context, rows * mean_context)
 
     def _seconds(self, tokens: int, mean_context: float, keys_read: float) -> float:
-        flops = tokens * (2 * self._active + self.attention_flops_per_key * mean_context)
-        touched = self.parameters * (1 - (1 - self._active / self.parameters) ** tokens)
+        routed, uneven = self._active - self.shared_parameters, self.expert_imbalance
+        active = self._active + (uneven - 1) * (routed if self._active < self.parameters else 0)
+        flops = tokens * (2 * active + self.attention_flops_per_key * mean_context)
+        touched = self.parameters * (1 - (1 - self._active / self.parameters) ** (tokens * uneven))
         num_bytes = touched * self.bytes_per_parameter + keys_read * self.kv_bytes_per_token
         compute = flops / (self.peak_flops * self.compute_efficiency)
         return (

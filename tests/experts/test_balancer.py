@@ -155,6 +155,9 @@ class TwoProcesses:
     def all_reduce_min(self, values: list[int]) -> int:
         return min(*values, self.other(values[0]))
 
+    def agree_min(self, value: int) -> int:
+        return self.all_reduce_min([value])
+
 
 def test_processes_wait_for_each_other():
     late = {"ready": False}
@@ -225,6 +228,16 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     b, _ = balancer(placement_file=str(tmp_path / "p"))
     with pytest.raises(ValueError, match=r"p: 2 layers of 8 experts, the model has 3 of 8"):
         b.start()
+    b._planner.shutdown()
+
+
+def test_processes_that_read_different_files_do_not_start(tmp_path):
+    loads = LOADS.swapaxes(0, 1)
+    PlacementRecord(0, 4, balance(loads, 12, RankLayout(4)), loads).save(tmp_path / "p")
+    b, arrays = balancer(TwoProcesses(lambda v: 0), placement_file=str(tmp_path / "p"))
+    with pytest.raises(ValueError, match="read different expert placements from"):
+        b.start()
+    assert not arrays.moves
     b._planner.shutdown()
 
 

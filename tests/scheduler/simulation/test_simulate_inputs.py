@@ -3,6 +3,7 @@ wrong."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -272,9 +273,16 @@ def test_roofline():
     )
     assert experts.decode_seconds(1, 0) == pytest.approx(2e8 / 3.35e12)
     assert experts.decode_seconds(50, 0) == pytest.approx(2e9 * (1 - 0.9**50) / 3.35e12)
+    uneven = dataclasses.replace(
+        experts, shared_parameters=4e7, expert_imbalance=1.5, compute_efficiency=1
+    )
+    assert uneven.decode_seconds(50, 0) == pytest.approx(2e9 * (1 - 0.9**75) / 3.35e12)
+    assert uneven.prefill_seconds(10**6, 0) == pytest.approx(2e6 * (4e7 + 1.5 * 6e7) / 989e12)
     for change, message in (
         ({"peak_flops": 0}, "peak_flops must be > 0"),
         ({"memory_efficiency": 2}, "memory_efficiency must lie in"),
+        ({"expert_imbalance": 0.9}, "expert_imbalance must be at least 1"),
+        ({"shared_parameters": 9e9}, "shared_parameters 9e.09 exceed the active"),
     ):
         with pytest.raises(ValueError, match=message):
             AnalyticCosts(**change)
