@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import psutil
 
-from deepinfer_jax.runner import kv_pools
+from deepinfer_jax.runner import gpu_settings, kv_pools
 from deepinfer_jax.runner.programs import ProgramKey, StepPrograms
 
 logger = logging.getLogger(__name__)
@@ -77,21 +77,31 @@ def device_memory(programs: StepPrograms, fixed: int) -> int:
         return given
     device = programs.mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    if stats and "bytes_limit" in stats:  # of the client's pool
+        return int(stats["bytes_limit"] / gpu_settings.memory_fraction())
     local = sum(d.process_index == jax.process_index() for d in programs.mesh.devices.flat)
     available = psutil.virtual_memory().available // max(local, 1)
     utilization = programs.config.args.gpu_memory_utilization
     return min(available + fixed, int((fixed + CPU_CACHE_BYTES // max(local, 1)) / utilization))
 
 
+def pool_fraction(programs: StepPrograms) -> float:
+    """The share of a device's memory that arrays may take: on a GPU that of the client's pool."""
+    on_cpu = programs.mesh.devices.flat[0].platform == "cpu"
+    return 1.0 if on_cpu else gpu_settings.memory_fraction()
+
+
 def profile_memory(
-    programs: StepPrograms, device_bytes: int | None = None, temp_bytes: int | None = None
+    programs: StepPrograms,
+    device_bytes: int | None = None,
+    temp_bytes: int | None = None,
+    fraction: float | None = None,
 ) -> MemoryProfile:
     """Measures the role's largest program and divides what is left by the size of a block.
 
     device_bytes, temp_bytes: known already (a planner's device and estimate), instead of asked of
-    the device and the compiler.
+    the device and the compiler. fraction: the share of the device that arrays may take (a
+    planner's; None: as `pool_fraction` says).
 
     Raises NotEnoughMemory, with the missing bytes and the arguments to change, if not even one
     maximal sequence fits.
@@ -105,7 +115,8 @@ def profile_memory(
     fixed = params + state + slots + temp
     total = device_memory(programs, fixed) if device_bytes is None else device_bytes
     block = kv_pools.bytes_per_block(programs.cache_specs, c.axes, c.block_size)
-    budget = int(total * c.args.gpu_memory_utilization) - fixed
+    fraction = pool_fraction(programs) if fraction is None else fraction
+    budget = gpu_settings.budget_bytes(total, c.args.gpu_memory_utilization, fraction) - fixed
     useful = c.max_num_seqs * c.max_pages
     blocks = min(budget // block, useful)
     if blocks < c.max_pages:

@@ -15,12 +15,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.runner.gpu_settings import reserve_memory
 
 
 def make_mesh(axes: ParallelAxes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A (dp // ep, ep, tp) mesh over the first dp * tp of `devices` (default: all). ValueError if
     there are too few."""
     need = axes.dp * axes.tp
+    if devices is None:
+        reserve_memory()
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < need:
         raise ValueError(

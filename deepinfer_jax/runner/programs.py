@@ -27,6 +27,7 @@ from deepinfer_jax.runner import kv_pools, sampler
 from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.runner.decode_state import DecodeState, admit_layout, pack_result
 from deepinfer_jax.runner.expert_counts import ExpertCounts
+from deepinfer_jax.runner.gpu_settings import compiler_options
 from deepinfer_jax.runner.mesh import rank_spec
 from deepinfer_jax.runner.packing import PackedLayout
 from deepinfer_jax.runner.sampling_state import SamplingState, record_outputs, record_prompt
@@ -447,7 +448,8 @@ class StepPrograms:
         )
         body_name = f"{key.kind}_{key.size}"
         mapped.__name__ = body_name
-        return jax.jit(mapped, donate_argnums=(1, 2))
+        options = compiler_options(self.mesh.devices.flat[0].platform)
+        return jax.jit(mapped, donate_argnums=(1, 2), compiler_options=options or None)
 
     def lower(self, key: ProgramKey, num_blocks: int | None = None) -> Any:
         """Traces and lowers a program against abstract arguments; num_blocks overrides the pools'

@@ -41,7 +41,6 @@ class ModelCosts:
     hidden_size: int
     attention_flops_per_key: float  # per query token and key, all layers, on one device
     kv_bytes_per_token: float
-    fp8: bool
     ep: int
     imbalance: float = 1.0  # routed tokens of the most loaded rank over those of the mean rank
 
@@ -54,7 +53,7 @@ def model_costs(
     sums = dict.fromkeys(
         ("dense", "dense_bytes", "head", "head_bytes", "expert", "expert_bytes"), 0.0
     )
-    moe_layers, local_experts, fp8 = 0, 0.0, False
+    moe_layers, local_experts = 0, 0.0
     leaves = jax.tree_util.tree_leaves_with_path(params)
     spec_leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
     for (path, leaf), spec in zip(leaves, spec_leaves, strict=True):
@@ -67,7 +66,6 @@ def model_costs(
         packed = (
             2.0 if config.quantization == "int4" and np.dtype(leaf.dtype).itemsize == 1 else 1.0
         )
-        fp8 |= "float8" in np.dtype(leaf.dtype).name
         is_matrix = len(leaf.shape) >= 2 and "scale" not in name
         if axes.ep_axis in jax.tree.leaves(tuple(spec)) or "expert" in name:
             per_device = leaf.shape[0] / axes.ep
@@ -101,7 +99,6 @@ def model_costs(
         hidden_size=model_config.hidden_size,
         attention_flops_per_key=attention_flops(model_config) / axes.tp,
         kv_bytes_per_token=kv_pools.bytes_per_block(caches, axes, 1),
-        fp8=fp8,
         ep=axes.ep,
     )
 
@@ -184,7 +181,9 @@ def step_floor(
         exchange_seconds = exchanged * max(
             (1 - outside) / gpu.link_bandwidth, outside / gpu.network_bandwidth
         )
-    peak = gpu.fp8_flops if m.fp8 and gpu.fp8_flops else gpu.bf16_flops
+    # every product multiplies bf16 operands: attention, and weights that are widened on the way in,
+    # whatever they are stored as
+    peak = gpu.bf16_flops
     return StepFloor(
         tokens,
         context,

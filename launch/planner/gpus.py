@@ -18,12 +18,10 @@ from deepinfer_jax.kernels_pallas.aot.targets import TARGETS, GpuTarget
 
 @dataclass(frozen=True)
 class Gpu:
-    """A target with its peaks: FLOP/s and bytes/s of one device. fp8_flops None: no FP8 matrix
-    units."""
+    """A target with its peaks: FLOP/s of bfloat16 products and bytes/s, of one device."""
 
     target: GpuTarget
     bf16_flops: float
-    fp8_flops: float | None
     link_bandwidth: float
     network_bandwidth: float
     nvlink_domain: int = 8
@@ -42,13 +40,13 @@ class Gpu:
 
 
 GPUS: dict[str, Gpu] = {
-    "h200": Gpu(TARGETS["h200"], 989.5e12, 1979e12, 450e9, 50e9),
-    "h100": Gpu(TARGETS["h100"], 989.5e12, 1979e12, 450e9, 50e9),
-    "h20": Gpu(TARGETS["h20"], 148e12, 296e12, 450e9, 50e9),
-    "gh200": Gpu(TARGETS["gh200"], 989.5e12, 1979e12, 450e9, 50e9, nvlink_domain=1),
-    "b200": Gpu(TARGETS["b200"], 2250e12, 4500e12, 900e9, 50e9),
-    "gb200": Gpu(TARGETS["gb200"], 2250e12, 4500e12, 900e9, 50e9, nvlink_domain=72),
-    "a100": Gpu(TARGETS["a100"], 312e12, None, 300e9, 25e9),
+    "h200": Gpu(TARGETS["h200"], 989.5e12, 450e9, 50e9),
+    "h100": Gpu(TARGETS["h100"], 989.5e12, 450e9, 50e9),
+    "h20": Gpu(TARGETS["h20"], 148e12, 450e9, 50e9),
+    "gh200": Gpu(TARGETS["gh200"], 989.5e12, 450e9, 50e9, nvlink_domain=1),
+    "b200": Gpu(TARGETS["b200"], 2250e12, 900e9, 50e9),
+    "gb200": Gpu(TARGETS["gb200"], 2250e12, 900e9, 50e9, nvlink_domain=72),
+    "a100": Gpu(TARGETS["a100"], 312e12, 300e9, 25e9),
 }
 
 

@@ -26,6 +26,7 @@ from deepinfer_jax.launch.planner.floor import ModelCosts, StepFloor, model_cost
 from deepinfer_jax.launch.planner.gpus import Gpu, find_gpu
 from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.loading import abstract_model
+from deepinfer_jax.runner.gpu_settings import MEMORY_FRACTION, budget_bytes
 from deepinfer_jax.runner.memory import MemoryProfile, NotEnoughMemory, profile_memory
 from deepinfer_jax.runner.mesh import make_mesh
 from deepinfer_jax.runner.model_source import ModelSource
@@ -134,7 +135,8 @@ def make_plan(
         else:
             temp = None if compiles else estimated_temp_bytes(config, source.config, costs)
         try:
-            memory = profile_memory(programs, memory_bytes, temp)
+            fraction = None if target is None else MEMORY_FRACTION
+            memory = profile_memory(programs, memory_bytes, temp, fraction)
         except NotEnoughMemory as error:
             raise NotEnoughMemory(
                 f"{error}. {advice(args, target)}" if target else str(error)
@@ -209,7 +211,7 @@ def plan_mesh(axes: ParallelAxes, gpu: Gpu | None, compiles: bool) -> Iterator[M
 def require_weights_fit(args: EngineArgs, gpu: Gpu, costs: ModelCosts, memory_bytes: int) -> None:
     """Refuses, before anything is compiled, a model whose weights alone exceed a device."""
     weights = weight_bytes(costs)
-    if weights > memory_bytes * args.gpu_memory_utilization:
+    if weights > budget_bytes(memory_bytes, args.gpu_memory_utilization):
         raise NotEnoughMemory(
             f"weights of {weights / 1e9:.0f} GB per device exceed {gpu.name}"
             f" ({memory_bytes / 1e9:.0f} GB x gpu_memory_utilization"
@@ -270,7 +272,7 @@ def smallest_fit(args: EngineArgs, gpu: Gpu) -> tuple[int, str] | None:
                 + estimated_temp_bytes(config, source.config, costs)
                 + args_tokens(config) * costs.kv_bytes_per_token
             )
-            if need <= gpu.memory_bytes * args.gpu_memory_utilization:
+            if need <= budget_bytes(gpu.memory_bytes, args.gpu_memory_utilization):
                 return count, f"--dp {count} --ep {count}" if is_moe else f"--tp {count}"
         count *= 2
     return None

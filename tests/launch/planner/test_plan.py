@@ -137,7 +137,6 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
         hidden_size=4096,
         attention_flops_per_key=1e6,
         kv_bytes_per_token=1e5,
-        fp8=False,
         ep=1,
     )
     gpu = find_gpu("h200")
@@ -147,7 +146,7 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
     assert f.seconds == f.memory_seconds == f.bytes / 4.8e12
     assert f.binds == "memory"
     f = step_floor(m, gpu, tokens=8192, context=500, sequences=8, decode=False)
-    assert f.binds == "compute"
+    assert f.binds == "compute" and f.seconds == f.flops / 989.5e12
     moe = dataclasses.replace(
         m,
         expert_params=1e7,
@@ -168,9 +167,9 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
 class TestRefusals:
     def test_unknown_gpu(self):
         with pytest.raises(
-            ValueError, match="unknown GPU 'h20'; known: a100, b200, gb200, h100, h200"
+            ValueError, match="unknown GPU 'h300'; known: a100, b200, gb200, gh200, h100, h20, h200"
         ):
-            make_plan(big("llama-3.1-8b"), "h20")
+            make_plan(big("llama-3.1-8b"), "h300")
 
     def test_missing_plugin(self, monkeypatch):
         monkeypatch.setattr(plan_module, "plugin_problem", lambda: "no CUDA plugin is installed")
