@@ -95,7 +95,6 @@ def test_a_floor_is_that_of_the_most_loaded_rank():
         hidden_size=4096,
         attention_flops_per_key=0,
         kv_bytes_per_token=0,
-        fp8=False,
         ep=8,
     )
     step = {"tokens": 4, "context": 0, "sequences": 4, "decode": True}
