@@ -204,6 +204,13 @@ def test_nobody_is_preempted_while_an_ended_sequence_is_about_to_release_enough(
     assert sorted(ids(s.schedule_decode())) == [0, 1]
 
 
+def test_exactly_enough_about_to_be_released_is_enough():
+    s = running([6, 2, 2], num_blocks=5)  # KV in 2 + 1 + 1 blocks; 0 and 1 need one more each
+    s.abort(2)  # is about to release its one block, which is what 0 needs
+    out = s.schedule_decode()
+    assert out.preempted == [] and ids(out) == [1]
+
+
 def test_rule_4_scheduled_are_sorted_by_length_descending():
     s = running([2, 7, 4, 1])
     out = s.schedule_decode()

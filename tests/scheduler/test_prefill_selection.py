@@ -140,6 +140,18 @@ def test_rule_6_counts_keys_not_queries():
     assert items(s.schedule()) == [("a", 50, 10, True)]  # 60 keys; with b's 5 it would be 65
 
 
+def test_rule_6_counts_the_keys_of_a_reused_prefix():
+    s = scheduler(
+        prefill_max_sum_seqlen_k=64, max_num_batched_tokens=200, enable_prefix_caching=True
+    )
+    add(s, make_seq("first", 40))
+    commit(s, s.schedule())
+    add(s, make_seq("a", 30, first=9), make_seq("b", 40))
+    assert [i[0] for i in items(s.schedule_prefill())] == ["a"]
+    (b,) = items(s.schedule_prefill())
+    assert b == ("b", 36, 4, True)  # 4 queries, but 40 keys: with a's 30 too many
+
+
 def test_rule_7_budget_is_shared_in_order():
     s = scheduler(chunked_prefill=True, max_num_batched_tokens=12)
     add(s, make_seq("a", 5), make_seq("b", 5), make_seq("c", 5))
