@@ -89,3 +89,29 @@ def test_the_correction_bias_chooses_but_does_not_weigh():
 def test_impossible_configurations_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         RouterConfig(**({"num_experts": 8, "top_k": 2} | args))
+
+
+def test_experts_outside_the_kept_groups_count_as_zero_with_group_score_max():
+    """As DeepSeek-V2 fills them: where scores underflow to 0 the tie goes to the lower id, kept
+    group or not."""
+    logits = np.array([[-200.0, -200.0, 300.0, -200.0]], np.float32)
+    config = RouterConfig(4, 2, num_groups=2, topk_groups=1, group_score="max")
+    weights, experts = route(logits, None, config)
+    assert experts.tolist() == [[2, 0]] and weights.tolist() == [[1.0, 0.0]]
+
+
+def test_experts_outside_the_kept_groups_are_never_chosen_with_group_score_top2():
+    """Whatever the sign of scores plus bias."""
+    config = RouterConfig(16, 3, "sigmoid", True, 4, 1, "top2", True, 1e-20, 2.5)
+    logits = np.random.default_rng(4).normal(size=(64, 16)).astype(np.float32)
+    bias = np.full(16, -3.0, np.float32)
+    weights, experts = route(logits, bias, config)
+    want_weights, want_experts = reference(logits, bias, config)
+    np.testing.assert_array_equal(experts, want_experts)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+
+
+def test_weights_stay_finite_where_all_scores_underflow():
+    config = RouterConfig(4, 2, "sigmoid", normalize=True, normalize_eps=1e-20)
+    weights, _ = route(np.full((1, 4), -200.0, np.float32), None, config)
+    assert np.asarray(weights).tolist() == [[0.0, 0.0]]

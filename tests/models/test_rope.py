@@ -73,6 +73,39 @@ def test_yarn_scales_as_deepseek_v3_publishes_them() -> None:
     assert np.all(np.diff(ratio[10:24]) > 0)
 
 
+def yarn_frequencies(dim: int, theta: float, factor: float, original: int) -> list[float]:
+    """The YaRN paper's ramp (arXiv:2309.00071, section 3.2) a pair at a time, with beta_fast 32 and
+    beta_slow 1; its ends are cut to [0, dim - 1] and kept apart, as the published code does."""
+
+    def pair(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dim - 1)
+    if low == high:
+        high += 0.001
+    frequencies = []
+    for i in range(dim // 2):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        plain = theta ** (-2 * i / dim)
+        frequencies.append(plain / factor * ramp + plain * (1 - ramp))
+    return frequencies
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        4096,
+        64,  # beta_fast's pair would lie below the first one
+        10**9,  # beta_slow's pair would lie beyond dim - 1
+        6,  # both ends fall on pair 0
+    ],
+)
+def test_yarn_ramp_stays_within_the_pairs(original: int) -> None:
+    config = RopeConfig(64, rope_type="yarn", factor=4.0, original_max_position=original)
+    want = yarn_frequencies(64, 10000.0, 4.0, original)
+    np.testing.assert_allclose(inv_frequencies(config), want, rtol=1e-5)
+
+
 def test_yarn_without_mscale_scales_cos_and_sin() -> None:
     config = RopeConfig(64, rope_type="yarn", factor=4.0, original_max_position=1024)
     cos, _ = rope_cos_sin(config, jnp.array([0]))

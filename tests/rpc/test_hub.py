@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 from wire_handler import FAST, Handler
+from zmq.utils.monitor import recv_monitor_message
 
 from deepinfer_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from deepinfer_jax.rpc import messages as wire
@@ -114,6 +115,22 @@ def test_wrong_secrets_do_not_connect_and_the_client_is_told(hubs, server, clien
     assert "secret" in handler.ended[0] and not accepted
     good = dial(hubs(server), endpoint)  # and others still can
     good.wait(lambda: good.channel)
+
+
+def test_a_client_that_knows_the_server_but_has_another_key_is_not_let_in(hubs):
+    endpoint, accepted = serve(hubs(SECRET))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as s:
+        s.linger = 0
+        s.curve_serverkey = Security(SECRET).keys[0]
+        s.curve_publickey, s.curve_secretkey = zmq.curve_keypair()
+        monitor = s.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        s.connect(endpoint)
+        assert monitor.poll(5000)
+        assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        s.disable_monitor()
+    assert not accepted
 
 
 def test_nobody_there(hubs):
@@ -251,8 +268,9 @@ def test_a_client_that_ends_is_noticed_with_the_next_heartbeat(hubs):
     accepted[0].wait(lambda: accepted[0].ended, timeout=2)
 
 
-def test_a_peer_that_does_not_read_is_given_up_when_its_queue_is_full(hubs):
-    server = hubs(config=HubConfig(heartbeat=0.05, peer_timeout=30, max_queued=100))
+@pytest.mark.parametrize("limit", [{"max_queued": 100}, {"max_queued_bytes": 10_000_000}])
+def test_a_peer_that_does_not_read_is_given_up_when_its_queue_is_full(hubs, limit):
+    server = hubs(config=HubConfig(heartbeat=0.05, peer_timeout=30, **limit))
     endpoint, accepted = serve(server)
     with zmq.Context() as context, context.socket(zmq.DEALER) as s:
         s.linger, s.rcvhwm = 0, 1

@@ -147,6 +147,8 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
     assert f.binds == "memory"
     f = step_floor(m, gpu, tokens=8192, context=500, sequences=8, decode=False)
     assert f.binds == "compute" and f.seconds == f.flops / 989.5e12
+    # the rows of a prompt share one pass over its keys, of which they see half on average
+    assert f.bytes == 2e9 + 2e8 + 8 * 2 * 500 * 1e5 + 8192 * 1e5
     moe = dataclasses.replace(
         m,
         expert_params=1e7,
@@ -162,6 +164,44 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
         2 * 10 * 1024 * 8 * (1 - (7 / 8) ** 8) * 7 / 8 * 4096 * 2
     )
     assert f.exchange_seconds == pytest.approx(f.exchanged_bytes / 450e9)
+    assert f.flops == 2 * 1024 * (1e9 + 8 * 1e7) + 2 * 8 * 1e8 + 1024 * 500 * 1e6
+    # with one token per rank each of the 64 experts is missed by all 8 tokens with (7/8)^8
+    f = step_floor(moe, gpu, tokens=1, context=500, sequences=1, decode=True)
+    touched = 8 * (1 - (7 / 8) ** 8)
+    assert f.bytes == pytest.approx(2e9 + 2e8 + touched * 2e7 + 500 * 1e5 + 1e5)
+
+
+def test_attention_flops_of_a_query_and_a_key():
+    """Scores and weighted sum, a multiply-add each, of every layer and head; latent attention reads
+    the latent twice and the rotated part once (arXiv:2405.04434, section 2.1)."""
+
+    def flops(name, **mesh):
+        return make_plan(big(name, **mesh), "b200", compile_programs=False).costs
+
+    assert flops("llama-3.1-8b").attention_flops_per_key == 32 * 32 * 2 * 2 * 128
+    v3 = flops("deepseek-v3", quantization="fp8", data_parallel_size=8, expert_parallel_size=8)
+    assert v3.attention_flops_per_key == 61 * 128 * 2 * (512 + 64 + 512)
+
+
+def test_estimated_temporaries_by_hand():
+    """Activations of a layer, rows exchanged between expert ranks, logits in float32."""
+
+    def temp(name, role, **changes):
+        args = big(name, engine_type=role, **changes)
+        return make_plan(args, "b200", compile_programs=False).memory.temp_bytes
+
+    llama = dict(hidden=4096, inner=14336, vocab=128256)
+    for role, tokens, sampled in (("PROMPT", 8192, 16), ("COMPLETION", 256, 256)):
+        rows = tokens * (6 * llama["hidden"] + 3 * llama["inner"]) * 2
+        logits = 4 * sampled * llama["vocab"] * 4
+        assert temp("llama-3.1-8b", role, max_num_seqs=256) == rows + logits
+    mesh = dict(quantization="fp8", data_parallel_size=8, expert_parallel_size=8)
+    for role, tokens, sampled in (("PROMPT", 8192, 16), ("COMPLETION", 256, 256)):
+        rows = tokens * (6 * 7168 + 3 * max(18432, 2 * 128 * (128 + 64))) * 2
+        exchanged = 3 * 8 * tokens * 7168 * 2
+        logits = 4 * sampled * 129280 * 4
+        found = temp("deepseek-v3", role, max_num_seqs=256, **mesh)
+        assert found == rows + exchanged + logits
 
 
 class TestRefusals:
