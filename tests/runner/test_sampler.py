@@ -169,6 +169,11 @@ def test_exact_support_with_ties():
     assert support(np.array([0.0, -0.0, -1]), {"top_k": 1}) == {0}
 
 
+def test_min_p_keeps_what_is_exactly_on_its_limit():
+    """min_p=1: those as likely as the most likely one, itself included."""
+    assert support([2.0, 1.0, 2.0, 0.0], {"min_p": 1.0}) == {0, 2}
+
+
 def test_min_p_comes_before_top_k_and_top_p():
     """Probabilities .5 .2 .1 .1 .1: min_p=.3 leaves .714 and .286, of which top_p=.7 keeps one."""
     logits = np.log([0.5, 0.2, 0.1, 0.1, 0.1])

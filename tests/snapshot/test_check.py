@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from engine_cases import GOLDEN
+from snapshot_cases import empty_record
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
+from deepinfer_jax.engine.seeds import SeedSource
 from deepinfer_jax.snapshot import files, restore
 from deepinfer_jax.snapshot.check import check
 from deepinfer_jax.snapshot.files import Snapshot, SnapshotError
@@ -135,3 +138,37 @@ def test_what_an_engine_wrote_passes_and_a_refusal_changes_nothing(engine, snaps
         engine.boundary.run(lambda: restore.put(engine, Snapshot(record, snapshot.arrays)))
     assert [s.blocks.num_free for s in engine.schedulers] == before and not engine.live.requests
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_seeds_go_on_where_they_were_unless_requests_here_have_drawn_from_them(
+    engine, snapshot, busy
+):
+    record = copy.deepcopy(snapshot.record)
+    record.requests, record.prefix = [], []
+    record.seeds = SeedSource(5).state
+    if busy:
+        engine.add_request("mine", [5, 6, 7], PARAMS)
+    before = engine.seeds.state
+    engine.boundary.run(lambda: restore.put(engine, Snapshot(record, {})))
+    assert engine.seeds.state == (before if busy else SeedSource(5).state) != SeedSource(6).state
+    engine.abort_request(["mine"])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+@pytest.mark.parametrize("change", ["content", "shape", "dtype"])
+def test_an_array_that_is_not_what_was_written_is_named(tmp_path, monkeypatch, change):
+    """As if another file had been put into its place, with checksums of its own."""
+    array = np.arange(12, dtype=np.float32).reshape(2, 6)
+    other = {
+        "content": array + 1,
+        "shape": array.reshape(3, 4),
+        "dtype": array.view(np.int32),
+    }[change]
+    described = files.ArrayRecord.of(array)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.ArrayRecord, "of", classmethod(lambda cls, _: described))
+        files.write(Snapshot(empty_record(), {"blocks": {"k": other}}), tmp_path)
+    with pytest.raises(SnapshotError, match=r"snapshot 1 is damaged: .*blocks/k is .*, it was "):
+        files.load(tmp_path)
