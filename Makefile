@@ -4,6 +4,7 @@
 # make lint    ruff, and mypy over the packages that pyproject.toml names
 # make picture the packages and modules, drawn from the real imports into docs/
 # make fuzz    random episodes over real schedulers and hand-overs, damaged model files (FUZZ_STEPS=5000000 for a long run)
+# make mutants changes one line at a time and sees whether the tests notice (MUTANTS=5 per module, MUTANT_MINUTES=60)
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
@@ -20,8 +21,11 @@ FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 FUZZ_FILES ?= 20000
+MUTANTS ?= 5
+MUTANT_SEED ?= 1
+MUTANT_MINUTES ?= 60
 
-.PHONY: help demo test oldest lint picture fuzz faults aot venv clean
+.PHONY: help demo test oldest lint picture fuzz mutants faults aot venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -48,6 +52,9 @@ fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/loader_fuzz.py --steps $(FUZZ_FILES)
+
+mutants: $(VENV)/.dev-installed
+	$(PY) tests/helpers/mutants.py --sample $(MUTANTS) --seed $(MUTANT_SEED) --minutes $(MUTANT_MINUTES)
 
 faults: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/helpers/process_faults.py --minutes $(FAULT_MINUTES)

@@ -53,17 +53,14 @@ ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """The source of `file` with its bytes [start, end) replaced by `text`."""
+    """`source`, which is that of `file`, with its bytes [start, end) replaced by `text`."""
 
     file: str
     start: int
     end: int
     text: str
     tests: tuple[str, ...]
-
-    @property
-    def source(self) -> bytes:
-        return (ROOT / self.file).read_bytes()
+    source: bytes
 
     @property
     def changed(self) -> bytes:
@@ -83,7 +80,8 @@ def known() -> list[Mutant]:
         if source.count(k.old.encode()) != 1:
             raise ValueError(f"{k.file}: {k.old!r} occurs {source.count(k.old.encode())} times")
         start = source.index(k.old.encode())
-        found.append(Mutant(k.file, start, start + len(k.old.encode()), k.new, k.tests))
+        end = start + len(k.old.encode())
+        found.append(Mutant(k.file, start, end, k.new, k.tests, source))
     return found
 
 
@@ -115,7 +113,7 @@ class Source:
                 continue
             for change in self._changes(node):
                 if change is not None:
-                    mutant = Mutant(self.file, *change, TARGETS[self.file])
+                    mutant = Mutant(self.file, *change, TARGETS[self.file], self.data)
                     if _compiles(mutant.changed):
                         yield mutant
 

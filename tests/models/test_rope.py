@@ -92,17 +92,17 @@ def yarn_frequencies(dim: int, theta: float, factor: float, original: int) -> li
 
 
 @pytest.mark.parametrize(
-    "original",
+    ("original", "theta"),
     [
-        4096,
-        64,  # beta_fast's pair would lie below the first one
-        10**9,  # beta_slow's pair would lie beyond dim - 1
-        6,  # both ends fall on pair 0
+        (4096, 10000.0),
+        (64, 10000.0),  # beta_fast's pair would lie below the first one
+        (600, 10.0),  # beta_slow's pair would lie beyond dim - 1
+        (6, 10000.0),  # both ends fall on pair 0
     ],
 )
-def test_yarn_ramp_stays_within_the_pairs(original: int) -> None:
-    config = RopeConfig(64, rope_type="yarn", factor=4.0, original_max_position=original)
-    want = yarn_frequencies(64, 10000.0, 4.0, original)
+def test_yarn_ramp_stays_within_the_pairs(original: int, theta: float) -> None:
+    config = RopeConfig(64, theta, rope_type="yarn", factor=4.0, original_max_position=original)
+    want = yarn_frequencies(64, theta, 4.0, original)
     np.testing.assert_allclose(inv_frequencies(config), want, rtol=1e-5)
 
 
