@@ -344,7 +344,7 @@ def _check_text(name: str, text: str) -> None:
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list, got {value!r}")
     return tuple(value)
 

@@ -52,6 +52,7 @@ REFUSED = [
     ("stop", ["a", ""]),
     ("stop", [1]),
     ("stop", 3),
+    ("stop", {"a": 1}),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["2"]),
     ("stop_token_ids", 2),
