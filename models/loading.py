@@ -38,7 +38,7 @@ from deepinfer_jax.models.hf_config import (
 )
 from deepinfer_jax.models.layers.param import partition_spec
 from deepinfer_jax.models.layers.quant import quant_format
-from deepinfer_jax.models.materialize import Index, Materializer, Slot, random_slice
+from deepinfer_jax.models.materialize import Index, Materializer, Slot, random_experts, random_slice
 from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.models.rules import Rule, WeightRules
 
@@ -162,10 +162,19 @@ def _load_model(
     slots = {".".join(map(str, p)): Slot.of(".".join(map(str, p)), v) for p, v in variables.items()}
     paths = {".".join(map(str, p)): p for p in variables}
     if checkpoint is None:
+        rules = model_class.weight_rules(config, axes).rules
+        stacked = {rule.target: rule.experts for rule in rules if rule.experts is not None}
+
+        def fill(name: str, index: Index) -> np.ndarray:
+            slot, experts = slots[name], stacked.get(name)
+            return (
+                random_slice(slot, index)
+                if experts is None
+                else random_experts(slot, index, experts)
+            )
+
         arrays = {
-            paths[n]: place(
-                [(paths[n], s.shape)], lambda indices, s=s: [random_slice(s, indices[0])]
-            )[0]
+            paths[n]: place([(paths[n], s.shape)], lambda indices, n=n: [fill(n, indices[0])])[0]
             for n, s in slots.items()
         }
     else:

@@ -278,6 +278,15 @@ def _rows_per_chunk(data: np.ndarray, block: int) -> int:
     return max(1, CHUNK_BYTES // row_bytes // block) * block
 
 
+def random_experts(slot: Slot, index: Index, experts: tuple[int, ...]) -> np.ndarray:
+    """`random_slice` of stacked experts: entry i of the first dimension is expert experts[i], so
+    replicas of one are equal."""
+    out = aligned_empty(_shape(index), slot.dtype)
+    for row, expert in zip(out, experts[index[0]], strict=True):
+        row[...] = random_slice(slot, (slice(expert, expert + 1), *index[1:]))[0]
+    return out
+
+
 def random_slice(slot: Slot, index: Index) -> np.ndarray:
     """Deterministic filling for dummy weights: normal with std 1/sqrt(inputs) or a constant, by the
     parameter's `init`.

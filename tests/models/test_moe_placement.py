@@ -3,10 +3,16 @@ logical expert."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from step_batches import make_mesh
 
+from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.layers.placement import (
     expert_load,
     initial_physical_to_logical,
@@ -14,6 +20,7 @@ from deepinfer_jax.models.layers.placement import (
     num_physical_experts,
     physical_ids,
 )
+from deepinfer_jax.models.loading import load_model
 
 
 def test_physical_count_divides_by_ep():
@@ -70,3 +77,24 @@ def test_a_permutation_without_replicas():
 
 def test_load_counts_tokens_and_not_padding():
     assert expert_load(jnp.array([[0, 3], [3, -1], [-1, -1]]), 4).tolist() == [1, 0, 0, 2]
+
+
+def test_dummy_replicas_are_equal_and_dummy_experts_the_same_at_any_ep(tmp_path):
+    golden = Path(__file__).parents[1] / "golden" / "deepseek_v3" / "config.json"
+    shutil.copy(golden, tmp_path)
+
+    def experts(ep: int, extra: int) -> np.ndarray:
+        axes = ParallelAxes(dp=ep, ep=ep)
+        loaded = load_model(
+            tmp_path,
+            dtype="float32",
+            load_format="dummy",
+            mesh=make_mesh(axes),
+            axes=axes,
+            config_overrides={"moe": MoeOptions(extra_experts=extra)},
+        )
+        return np.asarray(loaded.params["layers"][1]["mlp"]["experts"]["gate_up"])
+
+    one, four = experts(1, 0), experts(4, 4)
+    np.testing.assert_array_equal(four, one[np.arange(12) % 8])
+    assert len(np.unique(one[:, 0, 0])) == 8
