@@ -69,6 +69,16 @@ def program_temp_bytes(programs: StepPrograms, key: ProgramKey) -> int:
     )
 
 
+def expert_move_bytes(programs: StepPrograms) -> int:
+    """The most that moving one layer's experts needs beside them: as much as they take; 0 where
+    they stay."""
+    if not programs.config.experts.moves:
+        return 0
+    layers = [layer for group in programs.expert_groups for layer in group.layers]
+    own = (sharded_bytes([programs.abstract_params[i] for i in x.weights]) for x in layers)
+    return max(own, default=0)
+
+
 def device_memory(programs: StepPrograms, fixed: int) -> int:
     """Bytes of one device: as given, as the device reports, or on CPU what is available up to fixed
     + CPU_CACHE_BYTES."""
@@ -112,6 +122,7 @@ def profile_memory(
     state = sharded_bytes(programs.abstract_state())
     slots = kv_pools.state_bytes(programs.cache_specs, c.axes, programs.num_state_slots)
     temp = program_temp_bytes(programs, key) if temp_bytes is None else temp_bytes
+    temp = max(temp, expert_move_bytes(programs))
     fixed = params + state + slots + temp
     total = device_memory(programs, fixed) if device_bytes is None else device_bytes
     block = kv_pools.bytes_per_block(programs.cache_specs, c.axes, c.block_size)

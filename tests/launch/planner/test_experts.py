@@ -10,13 +10,18 @@ import pytest
 from expert_policies import skewed_loads
 
 from deepinfer_jax.cli import main
-from deepinfer_jax.config import EngineArgs
+from deepinfer_jax.config import EngineArgs, EngineConfig
 from deepinfer_jax.experts.placement_file import PlacementRecord
 from deepinfer_jax.experts.policy import RankLayout, balance, imbalance
 from deepinfer_jax.launch.planner.experts import table, view
 from deepinfer_jax.launch.planner.floor import ModelCosts, step_floor
 from deepinfer_jax.launch.planner.gpus import find_gpu
 from deepinfer_jax.launch.planner.plan import make_plan
+from deepinfer_jax.models.loading import abstract_model
+from deepinfer_jax.runner.memory import expert_move_bytes
+from deepinfer_jax.runner.mesh import make_mesh
+from deepinfer_jax.runner.model_source import ModelSource
+from deepinfer_jax.runner.programs import StepPrograms
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LOADS = skewed_loads(np.random.default_rng(0), 2, 20, 8, 256, 2)
@@ -78,6 +83,23 @@ def test_plans_take_the_imbalance_of_their_own_ranks(path):
     expected = imbalance(LOADS, balance(LOADS, 8, RankLayout(2)), 2).mean()
     plan = make_plan(other, "h200", compile_programs=False)
     assert plan.costs.imbalance == pytest.approx(expected)
+
+
+def test_memory_for_moving_a_layer_is_kept_free():
+    """A layer's experts as they lie on one of 4 devices: 3 of 12, [64, 64] and [64, 32] floats."""
+    args = EngineArgs(str(GOLDEN / "deepseek_v3"), num_redundant_experts=4, **PLAN)
+    moving = dataclasses.replace(args, expert_rearrangement_interval=9, max_num_seqs=1)
+    still = dataclasses.replace(moving, expert_rearrangement_interval=0)
+    source, config = ModelSource.find(moving), {}
+    for each in (moving, still):
+        resolved = EngineConfig.resolve(each, source.config)
+        graphdef, params, specs = abstract_model(
+            source.config, source.model_class, resolved.axes, resolved.dtype
+        )
+        mesh = make_mesh(resolved.axes)
+        programs = StepPrograms(resolved, source.config, graphdef, params, specs, (), mesh)
+        config[each.expert_rearrangement_interval] = expert_move_bytes(programs)
+    assert config == {9: 3 * (64 * 64 + 64 * 32) * 4, 0: 0}
 
 
 def test_a_floor_is_that_of_the_most_loaded_rank():
