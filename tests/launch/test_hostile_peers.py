@@ -115,7 +115,7 @@ def router():
         r.close()
 
 
-def take(s, *kinds, timeout=5.0):
+def take(s, *kinds, timeout=30.0):
     """The next message of one of these types; None without one."""
     deadline = time.monotonic() + timeout
     while s.poll(max(0, 1000 * (deadline - time.monotonic()))):
@@ -179,7 +179,6 @@ BAD_PARAMS = [
     {"seed": 1.5},
     {"temperature": INF},
     {"temperature": NAN},
-    {"top_k": 1 << 40},
     {"output_kind": 7},
     {"output_kind": []},
     {"priority": 1 << 62},
