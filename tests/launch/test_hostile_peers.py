@@ -4,6 +4,7 @@ router goes on serving, and a job's engines keep theirs."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import random
 import socket
@@ -60,7 +61,7 @@ class Router:
     """A cluster of this process, and raw connections to it."""
 
     def __init__(self, **config):
-        self.cluster = Cluster(ClusterConfig(hub=FAST, **config))
+        self.cluster = Cluster(ClusterConfig(**{"hub": FAST} | config))
         self.cluster.start()
         self.context = zmq.Context()
 
@@ -464,9 +465,7 @@ def changed(rng, value, depth=0):
 
 
 def test_random_fields_never_end_the_router(router):
-    r, rng = router(), random.Random(0)
-    n = r.joined("normal", "GOOD")
-    client = r.client()
+    r, rng = router(hub=dataclasses.replace(FAST, peer_timeout=2.0)), random.Random(0)
     words = [submit(), pack("cancel", request_ids=["a"]), pack("status?"), pack("ping", stuck=1.0)]
     engine_words = [
         output("a.0@1"),
@@ -492,6 +491,11 @@ def test_random_fields_never_end_the_router(router):
         if i % 10 == 9:
             take(s, "welcome", "refused", timeout=1.0)
         s.close(20)
+    deadline = time.monotonic() + 60
+    while r.cluster.members:  # silent ones are lost
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    n, client = r.joined("normal", "GOOD"), r.client()
     client.send(submit("mine", params={"max_tokens": 1}))
     n.send(output(str(AttemptId(*r.started(n)))))
     while take(client, "result")["output"]["request_id"] != "mine":
