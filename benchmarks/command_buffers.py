@@ -25,8 +25,9 @@ from deepinfer_jax.launch.planner.gpus import find_gpu
 from deepinfer_jax.launch.planner.plan import plan_mesh
 from deepinfer_jax.models.loading import abstract_model
 from deepinfer_jax.runner import gpu_settings
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.model_source import ModelSource
-from deepinfer_jax.runner.programs import ProgramKey, StepPrograms
+from deepinfer_jax.runner.programs import StepPrograms
 
 SIZES = {"decode": 64, "prefill": 2048}
 KINDS = {"COMPLETION": ("decode",), "PROMPT": ("prefill",), "NORMAL": ("decode", "prefill")}

@@ -28,8 +28,9 @@ from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.launch.planner.gpus import find_gpu
 from deepinfer_jax.launch.planner.plan import plan_mesh
 from deepinfer_jax.models.loading import abstract_model
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.model_source import ModelSource
-from deepinfer_jax.runner.programs import ProgramKey, StepPrograms
+from deepinfer_jax.runner.programs import StepPrograms
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}

@@ -29,10 +29,10 @@ import numpy as np
 from limits import Limits, load_average, measure
 
 from deepinfer_jax.config import EngineArgs, EngineConfig
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.mesh import make_mesh
 from deepinfer_jax.runner.model_runner import ModelRunner
 from deepinfer_jax.runner.model_source import ModelSource, use_compilation_cache
-from deepinfer_jax.runner.programs import ProgramKey
 
 BLOCK = 16
 GROWTH = 64

@@ -12,8 +12,8 @@ from deepinfer_jax.experts.move import move_layout, move_program, pack_move, pla
 from deepinfer_jax.models.layers.expert_layers import ExpertGroup, ExpertLayer
 from deepinfer_jax.models.layers.placement import initial_physical_to_logical
 from deepinfer_jax.runner.expert_counts import ExpertCounts
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.model_runner import ModelRunner
-from deepinfer_jax.runner.programs import ProgramKey
 
 READ = ProgramKey("read_experts")
 

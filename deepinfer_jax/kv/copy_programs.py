@@ -15,8 +15,8 @@ from deepinfer_jax.kernels_pallas.copy_blocks import put_blocks, take_blocks
 from deepinfer_jax.kv.block_layout import BlockLayout
 from deepinfer_jax.models.base import Caches, CacheSpec
 from deepinfer_jax.runner import kv_pools
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.mesh import rank_spec
-from deepinfer_jax.runner.programs import ProgramKey
 
 
 class BlockPrograms:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import numpy as np
 import psutil
 
 from deepinfer_jax.runner import gpu_settings, kv_pools
-from deepinfer_jax.runner.programs import ProgramKey, StepPrograms
+from deepinfer_jax.runner.layouts import ProgramKey
+from deepinfer_jax.runner.programs import StepPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class MemoryProfile:
         return asdict(self) | {"cache_bytes": self.cache_bytes}
 
 
-def sharded_bytes(tree) -> int:
+def sharded_bytes(tree: Any) -> int:
     """Bytes of one device's shards of a pytree of arrays or ShapeDtypeStructs with shardings."""
     total = 0
     for x in jax.tree.leaves(tree):

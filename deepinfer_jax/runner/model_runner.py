@@ -20,15 +20,11 @@ from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.runner import huge_pages, kv_pools
 from deepinfer_jax.runner.compile_watch import compile_watch
 from deepinfer_jax.runner.decode_state import ResultRows
+from deepinfer_jax.runner.layouts import CLONE_BUCKET, UPDATE_BUCKET, ProgramKey
 from deepinfer_jax.runner.memory import profile_num_blocks
 from deepinfer_jax.runner.mesh import RankPlacement
-from deepinfer_jax.runner.programs import (
-    ADMIT_BUCKETS,
-    CLONE_BUCKET,
-    UPDATE_BUCKET,
-    ProgramKey,
-    StepPrograms,
-)
+from deepinfer_jax.runner.packing import PackedLayout
+from deepinfer_jax.runner.programs import ADMIT_BUCKETS, StepPrograms
 from deepinfer_jax.scheduler.outputs import SchedulerOutputs
 
 logger = logging.getLogger(__name__)
@@ -193,7 +189,11 @@ class ModelRunner:
         return InFlight(key, [list(outputs)], results, prompt_logprobs, self.placement, plp)
 
     def _fill_prefill(
-        self, layout, row: np.ndarray, o: SchedulerOutputs, plp_wanted
+        self,
+        layout: PackedLayout,
+        row: np.ndarray,
+        o: SchedulerOutputs,
+        plp_wanted: Callable[[Any], bool],
     ) -> list[tuple[Any, int, int]]:
         view = {name: layout.view(row, name) for name in layout.fields}
         at, samples, plp_rows, plp = 0, 0, 0, []

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 RAGGED_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
 
@@ -161,9 +162,9 @@ def _gather_back(returned: jax.Array, index: jax.Array, live: jax.Array) -> jax.
 
 
 def dispatch_padded(
-    x,
-    ids,
-    weights,
+    x: Float[Array, "R D"],
+    ids: Int32[Array, "R k"],
+    weights: Float[Array, "R k"],
     plan: SendPlan,
     *,
     axis: str,
@@ -208,7 +209,14 @@ def _starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def dispatch_ragged(
-    x, ids, weights, plan: SendPlan, *, axis: str, ep: int, per_rank: int
+    x: Float[Array, "R D"],
+    ids: Int32[Array, "R k"],
+    weights: Float[Array, "R k"],
+    plan: SendPlan,
+    *,
+    axis: str,
+    ep: int,
+    per_rank: int,
 ) -> Received:
     """Only real rows travel; the receive buffer still has room for every row of every rank."""
     rows, peers_max = x.shape[0], plan.peers.shape[1]

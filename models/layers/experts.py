@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int32
 
 from deepinfer_jax.kernels_pallas.grouped_matmul import moe_experts
 from deepinfer_jax.models.base import ParallelAxes
@@ -128,7 +131,14 @@ def _sum_per_row(out: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Ar
     return sum(out[place[:, j]].astype(jnp.float32) * weights[:, j, None] for j in range(k))
 
 
-def _in_passes(rows, order, sizes, weights, experts, per_pass: int) -> jax.Array:
+def _in_passes(
+    rows: Float[Array, "R D"],
+    order: Int32[Array, " Rk"],
+    sizes: Int32[Array, " E"],
+    weights: Float[Array, "R k"],
+    experts: Callable[[jax.Array, jax.Array], jax.Array],
+    per_pass: int,
+) -> Float[Array, "R D"]:
     """As many passes of `per_pass` sorted pairs as there are live pairs: memory is bounded, work
     follows the load."""
     (r, k), ends = weights.shape, jnp.cumsum(sizes)

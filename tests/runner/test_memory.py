@@ -8,8 +8,8 @@ from abstract_programs import abstract_programs
 from engine_cases import small_llm
 
 from deepinfer_jax.runner import kv_pools
+from deepinfer_jax.runner.layouts import ProgramKey
 from deepinfer_jax.runner.memory import CPU_CACHE_BYTES, profile_memory, sharded_bytes
-from deepinfer_jax.runner.programs import ProgramKey
 
 MEMORY = 10 << 20
 SIZES = {

@@ -13,7 +13,8 @@ from engine_cases import GREEDY, SMALL, Golden, small_llm
 
 from deepinfer_jax import EngineArgs, LLMEngine
 from deepinfer_jax.runner.compile_watch import compile_watch
-from deepinfer_jax.runner.programs import CompileAfterWarmUp, ProgramKey
+from deepinfer_jax.runner.layouts import ProgramKey
+from deepinfer_jax.runner.programs import CompileAfterWarmUp
 
 LLAMA = Golden("llama")
 QUICK = {"enable_penalties": False, "max_logprobs": 1, "compilation_cache": False}
