@@ -49,15 +49,15 @@ picture: $(VENV)/.dev-installed
 	$(PY) tests/project/picture.py
 
 fuzz: $(VENV)/.dev-installed
-	JAX_PLATFORMS=cpu $(PY) tests/helpers/sched_fuzz.py --steps $(FUZZ_STEPS)
-	JAX_PLATFORMS=cpu $(PY) tests/helpers/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
-	JAX_PLATFORMS=cpu $(PY) tests/helpers/loader_fuzz.py --steps $(FUZZ_FILES)
+	JAX_PLATFORMS=cpu $(PY) tests/fuzz/sched_fuzz.py --steps $(FUZZ_STEPS)
+	JAX_PLATFORMS=cpu $(PY) tests/fuzz/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
+	JAX_PLATFORMS=cpu $(PY) tests/fuzz/loader_fuzz.py --steps $(FUZZ_FILES)
 
 mutants: $(VENV)/.dev-installed
 	$(PY) tests/helpers/mutants.py --sample $(MUTANTS) --seed $(MUTANT_SEED) --minutes $(MUTANT_MINUTES)
 
 faults: $(VENV)/.dev-installed
-	JAX_PLATFORMS=cpu $(PY) tests/helpers/process_faults.py --minutes $(FAULT_MINUTES)
+	JAX_PLATFORMS=cpu $(PY) tests/helpers/processes/process_faults.py --minutes $(FAULT_MINUTES)
 
 aot: $(VENV)/.aot-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) $(wildcard tests/*/test_*aot*.py)

@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers" / "processes"))
 
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402

@@ -3,7 +3,7 @@
 Names are imported when first used: `import deepinfer_jax.scheduler` on a machine that only
 schedules loads no JAX.
 
-Imports: llm, llm_engine, engine, config, outputs, sampling_params, scheduler.
+Imports: llm, llm_engine, config, outputs, sampling_params, scheduler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """All live requests with their KV, written while serving goes on, restored into any engine.
 
-Imports: engine, experts, kv, runner, scheduler, outputs, sampling_params.
+Imports: engine, experts, kv, scheduler, outputs, sampling_params.
 """

@@ -1,4 +1,4 @@
 """Text and token ids: tokenizer, chat template, detokenizer.
 
-Imports: json_text, model_files, outputs, sampling_params.
+Imports: json_text, model_files, sampling_params.
 """

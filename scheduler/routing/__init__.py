@@ -1,4 +1,4 @@
 """Spreads requests over prompt and completion engines: NumPy only.
 
-Imports: scheduler.
+Imports: nothing of ours.
 """

@@ -103,7 +103,7 @@ def test_a_network_that_drops_packets_under_load():
         "2",
     ]
     done = subprocess.run(
-        [sys.executable, HELPERS / "process_faults.py", *options],
+        [sys.executable, HELPERS / "processes" / "process_faults.py", *options],
         capture_output=True,
         text=True,
         timeout=200,

@@ -166,7 +166,7 @@ def bad_peers_are_refused_with_both_values_and_hurt_nobody(cluster, llm):
     }
     for name, (flags, _) in bad.items():
         cluster.engine("prompt", name, **{"no_warm_up": True} | flags)
-    peer = [str(HELPERS / "bad_peer.py"), "--secret-file", str(cluster.secret)]
+    peer = [str(HELPERS / "processes" / "bad_peer.py"), "--secret-file", str(cluster.secret)]
     data = cluster.processes["C0"].wait_for(r"takes hand-overs at (\S+)").group(1)
     strangers = [
         cluster.command(

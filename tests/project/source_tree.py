@@ -163,7 +163,7 @@ def _strings(tree: ast.Module) -> Iterator[str]:
 def _named(module: Module, text: str, known: dict[str, Module]) -> Iterator[str]:
     """Modules that a string of a table means: `deepinfer_jax.cli.chat`, or `cpu.matmul:function`
     below the module's own package."""
-    path = text.partition(":")[0]
+    path = text.partition(":")[0].rstrip(".")  # "deepinfer_jax.launch." begins an f-string
     if path.startswith(f"{FACADE}."):
         yield _short(path)
     elif re.fullmatch(r"\w+(\.\w+)*", path):

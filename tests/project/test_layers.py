@@ -8,6 +8,8 @@ shrinks: a place that is not on it fails, and so does one on it that holds the r
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 import source_tree
 from source_tree import known
@@ -56,6 +58,27 @@ def test_every_package_says_what_it_imports():
         if name not in homes
     ]
     assert unknown == []
+
+
+def test_no_package_names_what_it_does_not_import():
+    real = source_tree.package_imports()
+    idle = [
+        f"{unit}: {name}"
+        for unit, module in source_tree.units().items()
+        for name in source_tree.declared_imports(module) or ()
+        if name not in real[unit]
+    ]
+    assert idle == [], "take it out of the docstring's line `Imports: a, b.`"
+
+
+def test_every_package_is_installed():
+    table = tomllib.loads((source_tree.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = [m for m in source_tree.modules().values() if m.is_package]
+    names = {f"deepinfer_jax.{m.name}".rstrip("."): m.path.parent for m in packages}
+    assert set(table["packages"]) == names.keys()
+    folders = {name: source_tree.ROOT / place for name, place in table["package-dir"].items()}
+    outside = {n: p for n, p in names.items() if p.relative_to(source_tree.ROOT).parts[0] != n[:13]}
+    assert folders == {"deepinfer_jax": source_tree.ROOT / "deepinfer_jax"} | outside
 
 
 def test_declared_imports_have_no_cycle():

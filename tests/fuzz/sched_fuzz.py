@@ -1,7 +1,7 @@
 """Random episodes over real schedulers and fake devices: arrivals, aborts, forks, hand-overs,
 preemptions, drafts, images.
 
-As a script: `python tests/helpers/sched_fuzz.py --steps 5000000 [--seed N]`. A failing seed is
+As a script: `python tests/fuzz/sched_fuzz.py --steps 5000000 [--seed N]`. A failing seed is
 printed; `--seed N --steps 1` repeats it.
 """
 

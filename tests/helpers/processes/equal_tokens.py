@@ -1,9 +1,10 @@
-"""Do several jobs give the tokens of one NORMAL engine? python tests/helpers/equal_tokens.py
-[--model demo] [--layout pd ...]
+"""Do several jobs give the tokens of one NORMAL engine?
 
-  pd        router, two prompt jobs (one of two processes), two completion jobs (one of two
-  processes) normal    a NORMAL job of two processes with four devices each, once per mesh that the
-  model allows: dp x ep and dp x tp
+    python tests/helpers/processes/equal_tokens.py [--model demo] [--layout pd ...]
+
+  pd      router, two prompt jobs (one of two processes), two completion jobs (one of two processes)
+  normal  a NORMAL job of two processes with four devices each, once per mesh that the model allows:
+          dp x ep and dp x tp
 
 The reference is a NORMAL engine on one device in this process. Prints, per layout and mesh, how
 many answers are equal; exit code 1 unless all are.

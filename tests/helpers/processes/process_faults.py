@@ -1,5 +1,6 @@
-"""Hurts the processes of a deployment under load: python tests/helpers/process_faults.py [--minutes
-10]
+"""Hurts the processes of a deployment under load.
+
+    python tests/helpers/processes/process_faults.py [--minutes 10]
 
 A router, two prompt engines (one a job of two processes), two completion engines and two clients,
 each process on a host of its own in a private network (see network.py; where that is refused: all

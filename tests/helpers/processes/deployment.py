@@ -18,7 +18,7 @@ from typing import Any
 
 from network import Network
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SMALL = {
     "max-model-len": 256,
     "max-num-seqs": 8,

@@ -1,6 +1,6 @@
 """Damages model files at random and loads them: whatever comes of it, it is a CheckpointError.
 
-python tests/helpers/loader_fuzz.py --steps 20000 [--seed 0]
+python tests/fuzz/loader_fuzz.py --steps 20000 [--seed 0]
 """
 
 from __future__ import annotations

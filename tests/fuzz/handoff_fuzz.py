@@ -1,6 +1,6 @@
 """Random faults over a fake deployment (handoff_world.py).
 
-As a script: `python tests/helpers/handoff_fuzz.py --requests 100000 [--moves 20000] [--seed N]`; a
+As a script: `python tests/fuzz/handoff_fuzz.py --requests 100000 [--moves 20000] [--seed N]`; a
 failing seed is printed. It also moves blocks between real pools (copies_fuzz.py).
 """
 
