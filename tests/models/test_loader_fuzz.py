@@ -1,4 +1,4 @@
-"""Damaged files of every loader: see tests/helpers/loader_fuzz.py; `make fuzz` goes on longer."""
+"""Damaged files of every loader: see tests/fuzz/loader_fuzz.py; `make fuzz` goes on longer."""
 
 from __future__ import annotations
 
