@@ -321,8 +321,10 @@ class LLMEngine:
 
     def _schedule(self) -> list[list[SchedulerOutputs]]:
         """One step's outputs per local rank; several steps' (num_decode_steps) while nothing but
-        decoding is going on."""
+        decoding is going on. What the first admits is admitted before the next is scheduled, which
+        may take its slot and blocks away again."""
         outputs = self._schedule_one()
+        self._admit(outputs)
         substeps = [outputs]
         more = self.args.num_decode_steps - 1
         if more and outputs[0].step_type is StepType.DECODE:
@@ -349,10 +351,9 @@ class LLMEngine:
         return outputs
 
     def _dispatch(self, substeps: list[list[SchedulerOutputs]]) -> InFlight | None:
-        """Admits, then enqueues the forward pass and sampling. None if no rank of the group has
-        anything to compute."""
+        """Enqueues the forward pass and sampling. None if no rank of the group has anything to
+        compute."""
         outputs = substeps[0]
-        self._admit(outputs)
         busy = self.dp_group.all_reduce_min([int(o.is_empty) for o in outputs]) == 0
         if outputs[0].step_type is StepType.PREFILL:
             tokens = -self.dp_group.all_reduce_min([-o.num_tokens for o in outputs])
