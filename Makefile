@@ -5,6 +5,7 @@
 # make picture the packages and modules, drawn from the real imports into docs/
 # make fuzz    random episodes over real schedulers and hand-overs, damaged model files (FUZZ_STEPS=5000000 for a long run)
 # make mutants changes one line at a time and sees whether the tests notice (MUTANTS=5 per module, MUTANT_MINUTES=60)
+# make clients OpenAI clients, lm-eval, a browser against a server of the demo model, each in an environment of its own
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
 # make aot     compile for NVIDIA targets without a GPU (installs JAX's CUDA plugin; needs ptxas and libdevice)
 # make venv    only the virtual environment, with the development tools
@@ -25,7 +26,7 @@ MUTANTS ?= 5
 MUTANT_SEED ?= 1
 MUTANT_MINUTES ?= 60
 
-.PHONY: help demo test oldest lint picture fuzz mutants faults aot venv clean
+.PHONY: help demo test oldest lint picture fuzz mutants faults aot clients venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -61,6 +62,9 @@ faults: $(VENV)/.dev-installed
 
 aot: $(VENV)/.aot-installed
 	JAX_PLATFORMS=cpu $(PY) -m pytest $(PYTEST_ARGS) $(wildcard tests/*/test_*aot*.py)
+
+clients: $(VENV)/.dev-installed
+	JAX_PLATFORMS=cpu $(PY) tests/clients/run.py $(CLIENT_ARGS)
 
 venv: $(VENV)/.dev-installed
 

@@ -4,8 +4,8 @@ and `run(args) -> int`.
 A subcommand's module is imported only when it is called, so `--help` is quick and `simulate` needs
 no JAX. To add one, write the module and one line in COMMANDS.
 
-Imports: deepinfer_jax, launch, launch.planner, llm, rpc, kv, runner, text, models, scheduler,
-scheduler.simulation, config, json_text, outputs, sampling_params, flags.
+Imports: deepinfer_jax, launch, serve, launch.planner, llm, rpc, kv, runner, text, models,
+scheduler, scheduler.simulation, config, json_text, outputs, sampling_params, flags.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COMMANDS = (
         "complete prompts given on the command line or in a file",
     ),
     Command("chat", "deepinfer_jax.cli.chat", "talk to a chat model in the terminal"),
+    Command("serve", "deepinfer_jax.cli.serve", "serve a model over HTTP with the OpenAI API"),
     Command("info", "deepinfer_jax.cli.info", "show devices, versions, and a model's sizes"),
     Command(
         "simulate",

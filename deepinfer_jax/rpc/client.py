@@ -43,6 +43,7 @@ class RouterConnection:
         self.hub = Hub("client", security, hub or HubConfig(max_frame=64 << 20)).start()
         self.channel: Channel | None = None
         self.inbox: queue.SimpleQueue[wire.WireMessage] = queue.SimpleQueue()
+        self.statuses: queue.SimpleQueue[wire.StatusReply] = queue.SimpleQueue()
         self.lost_reason: str | None = None
         self._event = threading.Event()
         self._model: wire.ModelInfo | None = None
@@ -91,7 +92,10 @@ class RouterConnection:
         self._event.set()
 
     def message(self, channel: Channel, message: wire.WireMessage, frames: Sequence[Any]) -> None:
-        self.inbox.put(message)
+        if isinstance(message, wire.StatusReply):
+            self.statuses.put(message)
+        else:
+            self.inbox.put(message)
 
     def lost(self, channel: Channel, reason: str, final: bool) -> None:
         if self.channel is None or self.channel is channel:
@@ -251,13 +255,8 @@ class RemoteEngine:
         return len(self._requests)
 
     def stats(self) -> dict[str, Any]:
-        """The router's status (see `deepinfer-jax status`). RuntimeError while requests are
-        unfinished or without an answer."""
-        if self._requests:
-            raise RuntimeError(
-                f"{len(self._requests)} requests are unfinished: their outputs would be mixed up"
-                " with the status"
-            )
+        """The router's status (see `deepinfer-jax status`), also while requests are unfinished.
+        TimeoutError or ConnectionError without an answer."""
         return ask_status(self.connection)
 
     def close(self) -> None:
@@ -279,15 +278,12 @@ def ask_status(connection: RouterConnection, timeout: float = 10.0) -> dict[str,
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         try:
-            message = connection.inbox.get(timeout=min(left, WAIT_SECONDS))
+            return connection.statuses.get(timeout=min(left, WAIT_SECONDS)).status
         except queue.Empty:
             if connection.lost_reason is not None:
                 raise ConnectionError(
                     f"router {connection.router}: {connection.lost_reason}"
                 ) from None
-            continue
-        if isinstance(message, wire.StatusReply):
-            return message.status
     raise TimeoutError(f"router {connection.router}: no status within {timeout} s")
 
 

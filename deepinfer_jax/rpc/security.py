@@ -25,6 +25,19 @@ TOO_WIDE = 0o027
 """Bits of a secret file's mode that must not be set."""
 
 
+def read_secret_file(path: str | Path) -> bytes:
+    """A file's content without surrounding white space, at most MAX_SECRET_BYTES and one.
+    ValueError for a file that others may read, or that its group may change."""
+    with Path(path).open("rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & TOO_WIDE:
+            raise ValueError(
+                f"the secret file {path} has mode {mode:04o}: others may read it, or its group"
+                " may change it; make it 0600 (or 0640)"
+            )
+        return file.read(MAX_SECRET_BYTES + 1).strip()
+
+
 class Security:
     """secret None: no authentication."""
 
@@ -50,16 +63,7 @@ class Security:
     def from_file(cls, path: str | Path | None) -> Security:
         """The secret is the file's content without surrounding white space; None: no secret.
         ValueError for a file that others may read, or that its group may change."""
-        if path is None:
-            return cls()
-        with Path(path).open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & TOO_WIDE:
-                raise ValueError(
-                    f"the secret file {path} has mode {mode:04o}: others may read it, or its group"
-                    " may change it; make it 0600 (or 0640)"
-                )
-            return cls(file.read(MAX_SECRET_BYTES + 1).strip())
+        return cls() if path is None else cls(read_secret_file(path))
 
     def check_bind(self, endpoint: str) -> None:
         """Raises ValueError when others than this machine could connect without a secret."""

@@ -178,7 +178,9 @@ def test_usage_errors(capsys):
         assert code == 2
     with pytest.raises(SystemExit):
         run("genrate")
-    assert "unknown command 'genrate'; known: generate, chat, info" in capsys.readouterr().err
+    assert (
+        "unknown command 'genrate'; known: generate, chat, serve, info" in capsys.readouterr().err
+    )
 
 
 def test_speed_line_separates_the_compiler():
