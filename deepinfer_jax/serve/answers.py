@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from deepinfer_jax.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
@@ -65,14 +65,18 @@ def sampled(entry: LogprobDict, token: int) -> Logprob:
 
 
 def completion_logprobs(
-    tokens: Sequence[int], entries: Sequence[LogprobDict | None], top: int, offset: int
+    tokens: Sequence[int],
+    entries: Sequence[LogprobDict | None],
+    top: int,
+    offset: int,
+    decode: Callable[[int], str],
 ) -> dict[str, Any]:
     """The completions API's form. entries: per token, None where there is none (the first of a
-    prompt); offset: characters of the text before it."""
+    prompt, whose text `decode` gives); offset: characters of the text before it."""
     names, values, tops, offsets = [], [], [], []
     for token, entry in zip(tokens, entries, strict=True):
         mine = None if entry is None else entry[token]
-        name = "" if mine is None else text_of(token, mine)
+        name = decode(token) if mine is None else text_of(token, mine)
         names.append(name)
         values.append(None if mine is None else _finite(mine.logprob))
         tops.append(None if entry is None else _tops(entry, top))

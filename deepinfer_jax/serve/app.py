@@ -133,6 +133,8 @@ async def _events(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[b
                 yield data
         except ApiError as error:  # the status line has gone out already
             yield event(error.body())
+        except ValueError as error:  # another of its prompts is refused
+            yield event(ApiError(str(error)).body())
 
 
 async def _unless_gone(answer: Awaitable[Any], request: Request) -> Any:

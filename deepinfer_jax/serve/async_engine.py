@@ -76,8 +76,9 @@ class AsyncEngine:
             raise ApiError(f"the engine has ended: {self.failure or 'shutting down'}", status=503)
         self._queues[request_id] = box
         finished = False
+        added = self._on_thread(self.engine.add_request, request_id, prompt, params)
         try:
-            await self._on_thread(self.engine.add_request, request_id, prompt, params)
+            await asyncio.shield(added)
             self._wake.set()
             while not finished:
                 output = await box.get()
@@ -90,16 +91,16 @@ class AsyncEngine:
             raise ApiError(str(error), status=503) from error
         finally:
             self._queues.pop(request_id, None)
-            if not finished:
-                self._threads.submit(self._abort, request_id)
+            if not finished:  # an abort must not overtake what it ends
+                added.add_done_callback(lambda _: self._threads.submit(self._abort, request_id))
 
     def _abort(self, request_id: str) -> None:
         with contextlib.suppress(Exception):
             self.engine.abort_request(request_id)
             self._wake.set()
 
-    async def _on_thread(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+    def _on_thread(self, function: Any, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     # ---- the stepping thread ---------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class ChatCompletions:
     def __init__(self, context: ServerContext, request: ChatRequest) -> None:
         if context.tokenizer is None or not context.tokenizer.has_chat_template:
             raise ApiError("this model has no chat template: use /v1/completions", param="messages")
+        context.check_room(1, request.n or 1)
         self.context, self.request = context, request
         self.family = self._tool_family()
         self.prompt = self._render()

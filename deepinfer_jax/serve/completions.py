@@ -25,6 +25,7 @@ class Completions:
             raise ApiError(f"best_of must be n={n}, got {request.best_of}", param="best_of")
         if request.echo and request.stream and request.logprobs is not None:
             raise ApiError("echo with logprobs does not stream", param="stream")
+        context.check_room(len(request.prompts()), n)
         self.context, self.request, self.n = context, request, n
         most = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         self.params = request.sampling(
@@ -98,13 +99,19 @@ class Completions:
                 ids = output.prompt_token_ids + ids
                 all_entries = list(output.prompt_logprobs or []) + all_entries
             at = self.offsets.get(index, 0)
-            logprobs = answers.completion_logprobs(ids, all_entries, self.request.logprobs, at)
+            logprobs = answers.completion_logprobs(
+                ids, all_entries, self.request.logprobs, at, self.token_text
+            )
             self.offsets[index] = at + sum(map(len, logprobs["tokens"]))
         found = {"index": index, "text": prompt + text, "logprobs": logprobs}
         found |= {"finish_reason": "length" if nothing else reason, "stop_reason": c.stop_reason}
         if self.request.return_token_ids:
             found |= {"token_ids": tokens, "prompt_token_ids": output.prompt_token_ids}
         return found
+
+    def token_text(self, token: int) -> str:
+        tokenizer = self.context.tokenizer
+        return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
 
     def prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

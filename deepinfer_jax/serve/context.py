@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_jax.serve.async_engine import AsyncEngine
+from deepinfer_jax.serve.errors import ApiError, busy
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 
@@ -47,6 +48,15 @@ class ServerContext:
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.engine.engine.admission.limits.max_model_len
+
+    def check_room(self, prompts: int, n: int) -> None:
+        """ApiError if one request asks for more completions than the server has at a time (400), or
+        if with it there would be more unfinished prompts than that (429)."""
+        most = self.options.max_requests
+        if prompts * n > most:
+            raise ApiError(f"{prompts} prompts with n={n}: at most {most} completions", param="n")
+        if self.engine.num_requests + prompts > most:
+            raise busy(most)
 
     @property
     def raw(self) -> Any:

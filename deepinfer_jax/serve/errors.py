@@ -41,3 +41,16 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return JSONResponse(self.body(), self.status, headers)
+
+
+RETRY_SECONDS = 1
+
+
+def busy(limit: int) -> ApiError:
+    """As many requests as the server takes are unfinished."""
+    return ApiError(
+        f"{limit} requests are being answered; try again",
+        status=429,
+        code="rate_limit_exceeded",
+        retry_after=RETRY_SECONDS,
+    )

@@ -8,12 +8,11 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepinfer_jax.serve.context import ServerContext
-from deepinfer_jax.serve.errors import ApiError
+from deepinfer_jax.serve.errors import ApiError, busy
 from deepinfer_jax.serve.metrics import ServerMetrics
 
 OPEN = ("/", "/health", "/version")
 """Paths that need no key: they say nothing of anybody's requests."""
-RETRY_SECONDS = 1
 
 
 class Limits:
@@ -56,12 +55,7 @@ class Limits:
             raise _too_large(options.max_body)
         full = self._context.engine.num_requests >= options.max_requests
         if full and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            raise ApiError(
-                f"{options.max_requests} requests are being answered; try again",
-                status=429,
-                code="rate_limit_exceeded",
-                retry_after=RETRY_SECONDS,
-            )
+            raise busy(options.max_requests)
 
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
         """Reads the body here, so that it is refused before anything holds more of it."""

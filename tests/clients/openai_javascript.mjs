@@ -1,6 +1,6 @@
 // The openai package for JavaScript: node openai_javascript.mjs URL MODEL
 import assert from "node:assert";
-import OpenAI, { VERSION } from "openai";
+import OpenAI from "openai";
 
 const [url, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
@@ -22,4 +22,4 @@ await assert.rejects(client.chat.completions.create({ ...asked, model: "other" }
 await assert.rejects(client.chat.completions.create({ ...asked, temperature: -1 }), OpenAI.BadRequestError);
 const stream = await client.chat.completions.create({ ...asked, max_completion_tokens: 900, stream: true });
 for await (const part of stream) { stream.controller.abort(); break; }
-console.log(`openai ${VERSION ?? ""}, 7 checks`);
+console.log("openai, 7 checks");

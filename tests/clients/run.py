@@ -27,8 +27,8 @@ SIZES = {
     "max-model-len": "1024",
     "max-num-seqs": "16",
     "max-num-batched-tokens": "1024",
-    "prefill-buckets": "256 1024",
-    "decode-buckets": "4 16",
+    "prefill-buckets": "256,1024",
+    "decode-buckets": "4,16",
 }
 
 
@@ -111,7 +111,7 @@ CLIENTS: dict[str, Callable[[Place], str]] = {
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
     """The URL of a server that is ready."""
-    flags = [x for name, value in SIZES.items() for x in (f"--{name}", *value.split())]
+    flags = [x for name, value in SIZES.items() for x in (f"--{name}", value)]
     command = [sys.executable, "-m", "deepinfer_jax", "serve", "--model", MODEL, "--port", "0"]
     log = folder / "server.log"
     with log.open("w") as out:

@@ -70,6 +70,11 @@ def test_offsets_of_log_probabilities_point_into_the_text(server):
     assert found["token_logprobs"][0] is None and len(found["tokens"]) == 15
     lengths = [len(t) for t in found["tokens"]]
     assert found["text_offset"] == [sum(lengths[:i]) for i in range(15)]
+    whole = server.post("/v1/completions", {"prompt": PROMPT, "logprobs": 0, "echo": True})
+    (choice,) = whole["choices"]
+    names, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    for name, at in list(zip(names, offsets, strict=True))[: len(PROMPT)]:
+        assert choice["text"][at : at + len(name)] == name != ""
 
 
 def test_scoring_a_text_generates_nothing(server):
@@ -86,7 +91,7 @@ def test_a_chat_is_the_template_and_a_completion(server, llm):
     whole = server.post("/v1/chat/completions", GREEDY | {"messages": messages})
     (choice,) = whole["choices"]
     assert choice["message"]["role"] == "assistant"
-    rendered = f"<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"  # noqa: F541
+    rendered = "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"
     ids = llm.get_tokenizer().encode(rendered, add_special_tokens=False)
     plain = server.post("/v1/completions", GREEDY | {"prompt": ids})
     assert choice["message"]["content"] == plain["choices"][0]["text"]
@@ -207,6 +212,10 @@ def test_limits(llm):
         assert server.error("/v1/completions", {"prompt": "x" * 3000})[0] == 413
         chunks = iter([b"{" + b" " * 1500, b" " * 1500])
         assert server.error("/v1/completions", None, json=None, content=chunks)[0] == 413
+    server = Server(llm, max_requests=3)
+    with server.http:
+        assert server.error("/v1/completions", {"prompt": "x", "n": 4})[0] == 400
+        assert server.error("/v1/completions", {"prompt": ["x", "y"], "n": 2})[0] == 400
     server = Server(llm, max_requests=0)
     with server.http:
         reply = server.http.post("/v1/completions", json={"prompt": "x"})
@@ -218,6 +227,7 @@ def test_limits(llm):
 def test_a_client_that_hangs_up_ends_its_request(server, llm, stream):
     body = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": stream}
     sent: list[dict[str, Any]] = []
+    before = llm.stats()["generated_tokens"]
 
     async def call() -> None:
         first = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
@@ -243,9 +253,8 @@ def test_a_client_that_hangs_up_ends_its_request(server, llm, stream):
             await asyncio.sleep(0.001)
 
     server.http.portal.call(call)
-    generated = llm.stats()["generated_tokens"]
     assert not any(b"[DONE]" in m.get("body", b"") for m in sent)
-    assert llm.stats()["generated_tokens"] == generated
+    assert llm.stats()["generated_tokens"] - before < 240
 
 
 def test_an_engine_that_fails_is_said_to_have_failed(llm, monkeypatch):
