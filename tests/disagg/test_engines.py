@@ -221,6 +221,25 @@ def test_chunks_move_before_the_last_one_is_computed(apart, monkeypatch):
     assert all(before_first_token for *_, before_first_token in sent), sent
 
 
+def test_what_a_step_admits_is_admitted_before_the_next_of_its_dispatch(folder, monkeypatch):
+    """Which may preempt it: then it has no slot and no blocks any more."""
+    calls: list[str] = []
+    with LLM(str(folder), disaggregate="1P:1D", num_decode_steps=3, **ARGS) as llm:
+        target = llm.engine.completion_engines[0]
+        schedule, admit = target.group.schedule, target.runner.admit
+
+        def noting(name, function):
+            return lambda *args: [calls.append(name), function(*args)][1]
+
+        monkeypatch.setattr(target.group, "schedule", noting("schedule", schedule))
+        monkeypatch.setattr(target.runner, "admit", noting("admit", admit))
+        llm.generate([LLAMA.prompts[0]], GREEDY, use_tqdm=False)
+    at = calls.index("admit")
+    assert calls[at : at + 3] == ["admit", "schedule", "schedule"]
+    assert calls[at + 3 : at + 6] == ["schedule"] * 3 and "admit" not in calls[at + 1 :]
+    assert at % 3 == 1, "after the first of three"
+
+
 def test_streams_are_the_same_text_in_pieces(normal, apart):
     params = SamplingParams(
         temperature=0.7, seed=3, max_tokens=10, ignore_eos=True, logprobs=1, n=2
