@@ -51,6 +51,9 @@ class EngineArgs:
     bfloat16)."""
     kv_cache_dtype: str = "auto"
     """Of the KV cache; auto: the same as dtype."""
+    index_cache_dtype: str = "auto"
+    """Of the keys by which DeepSeek-V3.2 chooses keys: auto (the KV cache's) or fp8, with a factor
+    per key."""
     quantization: str | None = None
     """Of the linear layers' weights: int8, int4 or fp8."""
     seed: int = 0
@@ -79,6 +82,10 @@ class EngineArgs:
     """End a preempted request instead of computing it again."""
     enable_prefix_caching: bool = False
     """Share the blocks of equal prompt beginnings."""
+    state_in_blocks: bool | None = None
+    """Keep what a model has per sequence (DeepSeek-V4's windows) in blocks, so that a sequence may
+    start at any block's end; None: where prompt beginnings are shared. Both ends of a hand-over
+    need the same."""
     data_parallel_size: int = 0
     """Attention replicas, each with its own scheduler and cache; 0: as many as
     expert_parallel_size."""
@@ -159,6 +166,16 @@ class EngineArgs:
         self.engine_type = parse_engine_type(self.engine_type)
         if self.tokenizer is None:
             self.tokenizer = self.model
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Prompt beginnings are shared, on the device or by way of a store."""
+        stored = self.kv_store is not None or self.kv_host_bytes > 0
+        return self.enable_prefix_caching or stored
+
+    @property
+    def keeps_state_in_blocks(self) -> bool:
+        return self.reuses_prefixes if self.state_in_blocks is None else self.state_in_blocks
 
 
 def parse_engine_type(value: EngineType | str | int) -> EngineType:
@@ -326,9 +343,11 @@ class EngineConfig:
             ),
         )
 
-    def scheduler_config(self, num_blocks: int, num_state_slots: int = 0) -> SchedulerConfig:
+    def scheduler_config(
+        self, num_blocks: int, num_state_slots: int = 0, state_restart: int = 0
+    ) -> SchedulerConfig:
         """The scheduler's view of this engine, one per DP rank. num_state_slots: rows of the
-        StateCaches, 0 without any."""
+        StateCaches, 0 without any; state_restart: see `models.base.restart_positions`."""
         a = self.args
         return SchedulerConfig(
             role=self.role,
@@ -343,6 +362,7 @@ class EngineConfig:
             zos=self.zos,
             context_parallel_size=self.context_parallel_size,
             num_state_slots=num_state_slots,
+            state_restart=state_restart,
             enable_prefix_caching=a.enable_prefix_caching
             or (self.uses_kv_store and self.policy.does_prefill),
             prefill_attempt_interval=_or_environment(

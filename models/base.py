@@ -7,6 +7,8 @@ so a model never sees the data-parallel dimension.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -19,6 +21,7 @@ class PagedCache:
     entries_per_block(block_size), *entry_shape]`.
 
     tp_dim: which dimension of entry_shape is split over the `tp` mesh axis (None: replicated).
+    tail: 0, or of how many of a block's tokens, the last ones, there are entries.
     """
 
     name: str
@@ -27,6 +30,7 @@ class PagedCache:
     dtype: jnp.dtype
     tp_dim: int | None = None
     stride: int = 1
+    tail: int = 0
 
     def entries_per_block(self, block_size: int) -> int:
         """How many entries lie in a block of `block_size` tokens; where an entry spans several
@@ -39,24 +43,61 @@ class PagedCache:
                 f"block_size {block_size} does not fit cache {self.name!r}, which has an entry per"
                 f" {self.stride} tokens: one must be a multiple of the other"
             )
-        return max(1, block_size // self.stride)
+        entries = max(1, block_size // self.stride)
+        return min(self.tail, entries) if self.tail else entries
 
 
 @dataclass(frozen=True)
 class StateCache:
     """A per-sequence cache indexed by slot: each layer is an array `[num_slots, *shape]` (rings,
-    compressor state)."""
+    compressor state).
+
+    restart: a sequence whose earlier tokens are in blocks may start without a row of its own at
+    positions that are multiples of this; 0: at none.
+    """
 
     name: str
     layers: int
     shape: tuple[int, ...]
     dtype: jnp.dtype
     tp_dim: int | None = None
+    restart: int = 0
 
 
 CacheSpec = PagedCache | StateCache
+
+
+def restart_positions(specs: Iterable[CacheSpec]) -> int:
+    """A sequence whose earlier tokens are in blocks may start at multiples of this; 0: at none,
+    since some state is kept per sequence only."""
+    return math.lcm(*(s.restart for s in specs if isinstance(s, StateCache)))
+
+
 Caches = dict[str, tuple[jax.Array, ...]]
 """Cache name -> one array per layer, in the layer order of its spec."""
+
+
+@dataclass(frozen=True)
+class KeyCost:
+    """What one query row pays per key of one kind, over all layers: FLOPs (2 per multiply-add) and
+    bytes read from caches.
+
+    stride: tokens per key. most: keys a row reads, None for all it sees. beyond: while a row sees
+    no more keys than this, none are read.
+    """
+
+    flops: float
+    bytes: float
+    stride: int = 1
+    most: int | None = None
+    beyond: int = 0
+
+    def keys(self, context: float) -> float:
+        """Keys that a row with `context` tokens before it, itself included, reads."""
+        seen = context / self.stride
+        if seen <= self.beyond:
+            return 0.0
+        return seen if self.most is None else min(seen, float(self.most))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes, StepBatch
+from deepinfer_jax.models.base import Caches, CacheSpec, KeyCost, ParallelAxes, StepBatch
 from deepinfer_jax.models.hf_config import common_fields, require, require_silu
 from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.layers.embedding import Embedding, LMHead
@@ -60,6 +60,12 @@ class DeepseekConfig:
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_dense and layer % self.moe_layer_freq == 0
+
+    def key_costs(self, itemsize: int) -> tuple[KeyCost, ...]:
+        """What attention pays per key, in the absorbed form. itemsize: of the caches."""
+        latent = self.mla.entry_dim
+        flops = self.num_heads * 2.0 * (latent + self.mla.kv_rank)
+        return (KeyCost(self.num_layers * flops, self.num_layers * latent * itemsize),)
 
     def attention(self, **kwargs: Any) -> MLAttention:
         """The attention of one layer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes
+from deepinfer_jax.models.base import Caches, CacheSpec, KeyCost, ParallelAxes
 from deepinfer_jax.models.deepseek import Deepseek, DeepseekConfig, LayerCaches
 from deepinfer_jax.models.hf_config import require
 from deepinfer_jax.models.layers.mla import MLAttention
@@ -30,6 +30,18 @@ class DeepseekV32Config(DeepseekConfig):
 
     def is_moe(self, layer: int) -> bool:
         return self.mlp_types[layer] == "sparse" if self.mlp_types else super().is_moe(layer)
+
+    def key_costs(self, itemsize: int) -> tuple[KeyCost, ...]:
+        """All keys are scored, `top_k` of them attended to."""
+        (latent,) = super().key_costs(itemsize)
+        return (
+            dataclasses.replace(latent, most=self.indexer.top_k),
+            self.indexer.key_cost(self.num_layers, itemsize),
+        )
+
+    def index_overrides(self) -> dict[str, Any]:
+        """Fields with which index keys are stored as FP8."""
+        return {"indexer": dataclasses.replace(self.indexer, keys="fp8")}
 
     def attention(self, **kwargs: Any) -> MLAttention:
         return SparseMLAttention(self.hidden_size, self.mla, self.indexer, **kwargs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes, StateCache, StepBatch
+from deepinfer_jax.models.base import Caches, CacheSpec, ParallelAxes, StepBatch
 from deepinfer_jax.models.deepseek_v4_config import DeepseekV4Config, config_from_hf
 from deepinfer_jax.models.layers.embedding import Embedding, LMHead
 from deepinfer_jax.models.layers.hyper_connections import HyperConnection, HyperHead
@@ -22,7 +22,6 @@ from deepinfer_jax.models.layers.sparse.compressed_attention import (
     SLIDING,
     SPARSE,
     CompressedAttention,
-    cache_names,
 )
 from deepinfer_jax.models.layers.sparse.rings import StepRows
 from deepinfer_jax.models.rules import Rename, Rule, WeightRules, linear_rules, swiglu_rules
@@ -69,7 +68,7 @@ class DecoderLayer(nnx.Module):
             options=c.moe,
             **kwargs,
         )
-        self.token_experts = (
+        self.token_routes = (
             TokenExperts(c.vocab_size, c.router) if c.mlp_types[index] == "hash_moe" else None
         )
 
@@ -85,7 +84,7 @@ class DecoderLayer(nnx.Module):
         y, caches = self.attn(self.attn_norm(x), rope, caches, step)
         streams = self.attn_streams.write(streams, y, post, comb)
         x, post, comb = self.mlp_streams.read(streams)
-        experts = None if self.token_experts is None else self.token_experts(batch.tokens)
+        experts = None if self.token_routes is None else self.token_routes(batch.tokens)
         y, load = self.mlp(self.mlp_norm(x), batch.valid, experts)
         return self.mlp_streams.write(streams, y, post, comb), caches, load
 
@@ -140,7 +139,7 @@ class DeepseekV4(nnx.Module):
         made: dict[str, list[jax.Array]] = {name: [] for name in caches}
         loads = []
         for layer in self.layers:
-            names = cache_names(layer.layer_type)
+            names = c.attention.cache_names(layer.layer_type)
             mine = tuple(next(left[name]) for name in names)
             streams, mine, load = layer(streams, ropes[layer.layer_type], mine, step)
             for name, pool in zip(names, mine, strict=True):
@@ -164,16 +163,11 @@ class DeepseekV4(nnx.Module):
         """Entries in the cache's dtype; rings in it too, but never in less than 16 bits."""
         c = config.attention
         wide = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize > 1 else jnp.dtype(jnp.bfloat16)
-        ring = (c.window + c.rollback, c.head_dim)
-        specs: list[CacheSpec] = [StateCache("window", config.num_layers, ring, wide)]
-        for kind, name in ((HEAVY, "heavy"), (SPARSE, "sparse")):
+        specs = [c.window_cache(config.num_layers, dtype, wide)]
+        for kind in (HEAVY, SPARSE):
             if count := len(config.layers_of(kind)):
-                sizes = c.compressor(kind)
-                specs.append(sizes.paged(name, count, dtype))
-                specs.append(sizes.state(f"{name}_rows", count, wide))
-        if count := len(config.layers_of(SPARSE)):
-            sizes = c.compressor(SPARSE, c.indexer.head_dim)
-            specs += [sizes.paged("index", count, dtype), sizes.state("index_rows", count, wide)]
+                for name, sizes in c.compressors(kind):
+                    specs += sizes.caches(name, count, dtype, wide)
         return tuple(specs)
 
     @classmethod
@@ -220,7 +214,7 @@ def layer_rules(config: DeepseekV4Config, index: int, axes: ParallelAxes) -> lis
             f"{target}.mlp.shared", f"{source}.ffn.shared_experts", projections=EXPERT_NAMES
         )
     if config.mlp_types[index] == "hash_moe":
-        rules.append(Rule(f"{target}.token_experts.table", (f"{source}.ffn.gate.tid2eid",)))
+        rules.append(Rule(f"{target}.token_routes.table", (f"{source}.ffn.gate.tid2eid",)))
     return rules
 
 
@@ -249,7 +243,7 @@ def attention_rules(config: DeepseekV4Config, index: int, target: str, source: s
         indexer = f"{source}.indexer"
         rules += compressor_rules(f"{target}.indexer.compressor", f"{indexer}.compressor")
         rules += linear_rules(f"{target}.indexer.q", (f"{indexer}.wq_b",))
-        rules += linear_rules(f"{target}.indexer.head_weights", (f"{indexer}.weights_proj",))
+        rules += linear_rules(f"{target}.indexer.score_weights", (f"{indexer}.weights_proj",))
     return rules
 
 

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deepinfer_jax.models.base import KeyCost
 from deepinfer_jax.models.hf_config import common_fields, require, require_silu
 from deepinfer_jax.models.layers.dispatch import MoeOptions
 from deepinfer_jax.models.layers.hyper_connections import HyperConfig
@@ -54,6 +55,25 @@ class DeepseekV4Config:
     hyper: HyperConfig
     router: RouterConfig
     moe: MoeOptions = field(default_factory=MoeOptions)
+
+    def reuse_overrides(self) -> dict[str, Any]:
+        """Fields with which blocks hold all that a sequence needs to start at their end: what
+        sharing prompt beginnings asks for."""
+        return {"attention": replace(self.attention, paged=True)}
+
+    def key_costs(self, itemsize: int) -> tuple[KeyCost, ...]:
+        """What attention pays per key of the window, per entry of either kind and per index
+        key."""
+        c = self.attention
+        flops, size = c.num_heads * 4.0 * c.head_dim, c.head_dim * itemsize
+        sparse, heavy = len(self.layers_of(SPARSE)), len(self.layers_of(HEAVY))
+        ratio = c.ratio(SPARSE)
+        return (
+            KeyCost(self.num_layers * flops, self.num_layers * size, most=c.window),
+            KeyCost(sparse * flops, sparse * size, ratio, most=c.indexer.top_k),
+            KeyCost(heavy * flops, heavy * size, c.ratio(HEAVY)),
+            c.indexer.key_cost(sparse, itemsize, ratio),
+        )
 
     def layers_of(self, *layer_types: str) -> tuple[int, ...]:
         """The layers of these types, in order."""

@@ -20,7 +20,9 @@ class SchedulerConfig:
 
     num_speculative_tokens: drafts verified per decode step at most. zos: schedule(N+1) comes before
     process_outputs(N). num_state_slots: rows of the model's StateCaches, row 0 being padding (0:
-    the model has none). Optional policies, off by default: priority_scheduling     higher
+    the model has none). state_restart: a sequence whose earlier tokens are in blocks may start
+    without state at multiples of this (0: nowhere).
+    Optional policies, off by default: priority_scheduling     higher
     `Sequence.priority` first, and preempted last fair_users              waiting prompts are
     ordered by the tokens their `user_id` was already served max_waiting_time        seconds after
     which a waiting prompt goes before all others expected_output_fraction  a prompt is admitted
@@ -45,6 +47,7 @@ class SchedulerConfig:
     prefill_any_attempt_interval: int = 100
     enable_prefix_caching: bool = False
     num_state_slots: int = 0
+    state_restart: int = 0
     priority_scheduling: bool = False
     fair_users: bool = False
     max_waiting_time: float | None = None
@@ -55,10 +58,11 @@ class SchedulerConfig:
         self._check_positive()
         self._check_role()
         self._check_prefill_limits()
-        if self.enable_prefix_caching and self.num_state_slots:
+        if self.enable_prefix_caching and self.num_state_slots and not self.state_restart:
             raise ValueError(
-                "enable_prefix_caching needs a model without per-sequence state caches, got"
-                f" num_state_slots={self.num_state_slots}: a reused prefix has blocks but no state"
+                "enable_prefix_caching needs a model whose per-sequence state can be made of its"
+                f" blocks, got num_state_slots={self.num_state_slots} and state_restart=0: a reused"
+                " prefix has blocks but no state"
             )
         if self.num_state_slots and self.num_state_slots < self.max_num_seqs + 1:
             raise ValueError(
@@ -84,7 +88,7 @@ class SchedulerConfig:
         for name in (*positive, "prefill_attempt_interval", "prefill_any_attempt_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("num_speculative_tokens", "num_state_slots"):
+        for name in ("num_speculative_tokens", "num_state_slots", "state_restart"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 

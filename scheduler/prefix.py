@@ -28,12 +28,16 @@ class PrefixHit:
 class PrefixCache:
     """Maps token pages of sequences to the block manager's content nodes."""
 
-    def __init__(self, blocks: BlockManager, block_size: int, enabled: bool) -> None:
+    def __init__(
+        self, blocks: BlockManager, block_size: int, enabled: bool, restart: int = 0
+    ) -> None:
+        """restart: tokens; a hit must end at a multiple of it (0: at any block's end)."""
         self.blocks, self.block_size, self.enabled = blocks, block_size, enabled
+        self.restart = restart or block_size
 
     def find(self, seq: Sequence) -> PrefixHit:
-        """Longest cached prefix of `seq` in whole blocks, ending in front of its last token and
-        inside no image."""
+        """Longest cached prefix of `seq` in whole blocks, ending in front of its last token, inside
+        no image and where the sequence can do without state of its own."""
         parent: int | str = seq.cache_salt
         found: list[int] = []
         parents: list[int | str] = [parent]
@@ -46,10 +50,13 @@ class PrefixCache:
                 block, parent = hit
                 found.append(block)
                 parents.append(parent)
-        while found and seq.image_around(len(found) * self.block_size) is not None:
+        while found and not self._may_start_at(seq, len(found) * self.block_size):
             found.pop()
             parents.pop()
         return PrefixHit(np.array(found, np.int32), parents[-1])
+
+    def _may_start_at(self, seq: Sequence, position: int) -> bool:
+        return position % self.restart == 0 and seq.image_around(position) is None
 
     def take(self, seq: Sequence, hit: PrefixHit) -> None:
         """Pins a hit as the beginning of the sequence's block table."""

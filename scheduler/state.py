@@ -34,7 +34,12 @@ class SchedulerState:
         self.blocks = BlockManager(config.num_blocks)
         self.states = StateManager(config.num_state_slots)
         self.slots = SlotTable(config.max_num_seqs, config.max_pages, config.block_size)
-        self.prefix = PrefixCache(self.blocks, config.block_size, config.enable_prefix_caching)
+        self.prefix = PrefixCache(
+            self.blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.state_restart if config.num_state_slots else 0,
+        )
         self.order = WaitingOrder(config)
         self.waiting: deque[Sequence] = deque()
         self.prompted: deque[Sequence] = deque()

@@ -66,12 +66,17 @@ def role_args(
     fields: Mapping[str, Any], config: DisaggregationConfig, role: EngineType
 ) -> EngineArgs:
     """EngineArgs of one role: shared fields, what the role demands, then its own. A shared file of
-    expert placement becomes one per role: what tokens choose differs between them."""
+    expert placement becomes one per role: what tokens choose differs between them. Both roles keep
+    state where the prompt side needs it."""
     own = config.prompt_mesh if role is EngineType.PROMPT else config.completion_mesh
     own = {k: v for k, v in own.items() if k != "devices"}
     shared = dict(fields)
     if shared.get("expert_placement") is not None:
         shared["expert_placement"] += f".{role.name.lower()}"
+    if shared.get("state_in_blocks") is None:
+        prompt = {**shared, **config.prompt_mesh}
+        prompt.pop("devices", None)
+        shared["state_in_blocks"] = EngineArgs(**prompt).keeps_state_in_blocks
     return EngineArgs(**{**shared, **ROLE_FIELDS[role], **own, "engine_type": role})
 
 

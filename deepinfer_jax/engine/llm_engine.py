@@ -31,6 +31,7 @@ from deepinfer_jax.engine.stats.prometheus import MetricsServer
 from deepinfer_jax.engine.step_boundary import StepBoundary
 from deepinfer_jax.experts.balancer import ExpertBalancer, make_balancer
 from deepinfer_jax.kv.block_mover import BlockMover
+from deepinfer_jax.models.base import restart_positions
 from deepinfer_jax.models.loading import LoadedModel
 from deepinfer_jax.models.resolve import resolve_model_path
 from deepinfer_jax.outputs import RequestOutput
@@ -110,7 +111,10 @@ class LLMEngine:
     def _build_schedulers(self, dp_group: DPGroup | None) -> None:
         programs, ranks = self.runner.programs, len(self.runner.placement.local_ranks)
         state_slots = programs.num_state_slots if programs.has_state_caches else 0
-        scheduler_config = self.config.scheduler_config(self.runner.num_blocks, state_slots)
+        restart = restart_positions(self.runner.cache_specs)
+        scheduler_config = self.config.scheduler_config(
+            self.runner.num_blocks, state_slots, restart
+        )
         self.schedulers = [Scheduler(scheduler_config) for _ in range(ranks)]
         self.dp_group = dp_group or LocalDPGroup(ranks)
         self.group = SchedulerGroup(self.schedulers, self.dp_group)

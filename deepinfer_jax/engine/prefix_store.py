@@ -28,6 +28,7 @@ from deepinfer_jax.kv.payload import Payload
 from deepinfer_jax.kv.store import KVStore
 from deepinfer_jax.kv.store_format import chain_keys, root_key
 from deepinfer_jax.kv.tiers import Loaded, Prefix, TieredStore
+from deepinfer_jax.models.base import restart_positions
 from deepinfer_jax.scheduler import resume
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Sequence, SequenceStatus
@@ -61,10 +62,10 @@ class PrefixStore:
     ) -> None:
         """by_user: what a user's requests have computed is for that user only. ValueError for a
         model with per-sequence state."""
-        if "states" in mover.kinds:
+        if "states" in mover.kinds and not restart_positions(mover.specs["states"]):
             raise ValueError(
-                "a KV store needs a model without per-sequence state caches: a reused prefix has"
-                " blocks but no state"
+                "a KV store needs a model whose per-sequence state can be made of its blocks: a"
+                " reused prefix has blocks but no state"
             )
         self.schedulers, self.mover, self.store = schedulers, mover, store
         self.layout, self.block_size = identity.to_dict(), identity.block_size

@@ -37,7 +37,13 @@ class ModelSource:
         """Raises CheckpointError for an unknown folder or architecture."""
         folder = resolve_model_path(args.model)
         model_class, config = read_model_config(folder)
-        overrides = {"moe": _moe_options(args)} if hasattr(config, "moe") else {}
+        overrides: dict[str, Any] = {}
+        if hasattr(config, "moe"):
+            overrides["moe"] = _moe_options(args)
+        if args.keeps_state_in_blocks and hasattr(config, "reuse_overrides"):
+            overrides |= config.reuse_overrides()
+        if args.index_cache_dtype != "auto":
+            overrides |= _index_overrides(args, config)
         return cls(folder, model_class, dataclasses.replace(config, **overrides), overrides)
 
     def load(self, config: EngineConfig, mesh: Mesh) -> LoadedModel:
@@ -51,6 +57,17 @@ class ModelSource:
             load_format=config.args.load_format,
             config_overrides=self.overrides,
         )
+
+
+def _index_overrides(args: EngineArgs, config: Any) -> dict[str, Any]:
+    if args.index_cache_dtype != "fp8":
+        raise ValueError(f"index_cache_dtype must be auto or fp8, got {args.index_cache_dtype!r}")
+    if not hasattr(config, "index_overrides"):
+        raise ValueError(
+            f"index_cache_dtype 'fp8' needs a model with such index keys (DeepSeek-V3.2), got"
+            f" {config.model_type!r}"
+        )
+    return config.index_overrides()
 
 
 def _moe_options(args: EngineArgs) -> MoeOptions:

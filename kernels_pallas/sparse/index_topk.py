@@ -18,7 +18,7 @@ from ..dispatch import dispatch
 
 _Q_TILE = 32  # rows of one sequence scored together in a prefill step
 _SEQ_TILE = 8  # sequences scored together in a decode step
-_KEY_TILE = 1024  # keys scored at a time
+_KEY_TILE = {"prefill": 1024, "decode": 4096}  # keys scored at a time
 
 
 def index_topk(
@@ -93,7 +93,8 @@ def index_topk_xla(
     entries = pool.shape[1]
     if tables.shape[1] * entries <= k:
         return everything
-    pages = max(1, min(_KEY_TILE // entries, tables.shape[1]))
+    keys = _KEY_TILE["prefill" if q_per_seq is None else "decode"]
+    pages = max(1, min(keys // entries, tables.shape[1]))
     padded = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
 
     def keys_of(rows: Int[Array, "W P"], tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -103,12 +104,15 @@ def index_topk_xla(
         scales = None if key_scales is None else key_scales[ids].reshape(keys.shape[:2])
         return keys, scales
 
-    def scored() -> Int[Array, "T k"]:
-        if q_per_seq is None:
-            return _prefill(q, weights, visible, padded, q_starts, keys_of, pages * entries, k)
-        return _decode(q, weights, visible, padded, q_per_seq, keys_of, pages * entries, k)
-
-    return lax.cond(jnp.max(visible) <= k, lambda: everything, scored)
+    # no conditional: XLA copies the pools that its branches read. Loops of no turns cost nothing.
+    needed = jnp.max(visible) > k
+    seen = jnp.where(needed, visible, 0)
+    if q_per_seq is None:
+        live = jnp.where(needed, q_starts, 0)
+        scored = _prefill(q, weights, seen, padded, live, keys_of, pages * entries, k)
+    else:
+        scored = _decode(q, weights, seen, padded, q_per_seq, keys_of, pages * entries, k)
+    return jnp.where(needed, scored, everything)
 
 
 def _prefill(

@@ -23,10 +23,10 @@ class KeySource:
 
     Entry e of row t lies at `pool[tables[seq_ids[t], e // E], e % E]`, or, without tables, at
     `pool[e, 0]` (E is 1). Row t attends to `entries[t, : counts[t]]`, without `entries` to its
-    first counts[t] entries.
+    first counts[t] entries. A pool may have a dimension of 1 before its last one.
     """
 
-    pool: Float[Array, "N E D"]
+    pool: Float[Array, "N E *one D"]
     counts: Int[Array, " T"]
     entries: Int[Array, "T K"] | None = None  # -1 from counts on
     tables: Int[Array, "S P"] | None = None
@@ -63,7 +63,7 @@ def sparse_attention(
             raise ValueError(
                 f"sparse_attention: a pool {source.pool.shape} of pages needs tables and seq_ids"
             )
-        if source.pool.shape[2] != q.shape[2] or source.counts.shape != q.shape[:1]:
+        if source.pool.shape[-1] != q.shape[2] or source.counts.shape != q.shape[:1]:
             raise ValueError(
                 f"sparse_attention: q {q.shape} does not fit pool {source.pool.shape} and counts"
                 f" {source.counts.shape}"
@@ -173,10 +173,13 @@ def _add(
 
 
 def _gathered(
-    pool: Float[Array, "N E D"], table: Int[Array, "R P"] | None, entry: Int[Array, "R K"]
+    pool: Float[Array, "N E *one D"], table: Int[Array, "R P"] | None, entry: Int[Array, "R K"]
 ) -> Float[Array, "R K D"]:
+    # by page and place: of a pool that was flattened first, XLA makes a copy
     if table is None:
-        return pool[entry, 0]
-    size = pool.shape[1]
-    pages = jnp.take_along_axis(table, entry // size, axis=1)
-    return pool[pages, entry % size]
+        rows = pool[entry, 0]
+    else:
+        size = pool.shape[1]
+        pages = jnp.take_along_axis(table, entry // size, axis=1)
+        rows = pool[pages, entry % size]
+    return rows.reshape(*entry.shape, pool.shape[-1])

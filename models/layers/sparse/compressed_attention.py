@@ -8,6 +8,7 @@ since values are rotated with their keys, and leave through a grouped low-rank p
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from deepinfer_jax.kernels_pallas import KeySource, index_topk, sparse_attention
-from deepinfer_jax.models.base import ParallelAxes
+from deepinfer_jax.models.base import CacheSpec, PagedCache, ParallelAxes, StateCache
 from deepinfer_jax.models.layers.linear import Linear
 from deepinfer_jax.models.layers.norm import RMSNorm
 from deepinfer_jax.models.layers.param import param
@@ -24,12 +25,11 @@ from deepinfer_jax.models.layers.rope import RopeConfig
 from deepinfer_jax.models.layers.sparse.compressor import (
     Compressor,
     CompressorConfig,
-    entry_tables,
 )
 from deepinfer_jax.models.layers.sparse.indexer import IndexerConfig
 from deepinfer_jax.models.layers.sparse.rings import StepRows
 from deepinfer_jax.models.layers.sparse.tail_rope import rotate_tail
-from deepinfer_jax.models.layers.sparse.window import window_source
+from deepinfer_jax.models.layers.sparse.window import paged_window, window_source
 
 SLIDING, SPARSE, HEAVY = (
     "sliding_attention",
@@ -42,7 +42,11 @@ LAYER_TYPES = (SLIDING, SPARSE, HEAVY)
 @dataclass(frozen=True)
 class CompressedAttentionConfig:
     """Sizes of the attention of all layers. ratios: tokens per entry, by layer type. rollback:
-    tokens a sequence may be taken back without recomputing anything."""
+    tokens a sequence may be taken back without recomputing anything.
+
+    paged: windows lie in pages, not in rings, and blocks hold all that a sequence needs to start at
+    their end (docs/decisions/032-v4-windows.md).
+    """
 
     hidden: int
     num_heads: int
@@ -57,6 +61,7 @@ class CompressedAttentionConfig:
     indexer: IndexerConfig
     norm_eps: float
     rollback: int = 8
+    paged: bool = False
 
     def __post_init__(self) -> None:
         if (self.num_heads * self.head_dim) % self.out_groups or self.window < 1:
@@ -85,21 +90,31 @@ class CompressedAttentionConfig:
             rope=self.compress_rope,
             norm_eps=self.norm_eps,
             rollback=self.rollback,
+            paged=self.paged,
         )
+
+    def compressors(self, layer_type: str) -> tuple[tuple[str, CompressorConfig], ...]:
+        """What a layer compresses, by the name of the cache it goes to."""
+        if layer_type == SLIDING:
+            return ()
+        if layer_type == HEAVY:
+            return (("heavy", self.compressor(HEAVY)),)
+        index = self.compressor(SPARSE, self.indexer.head_dim)
+        return (("sparse", self.compressor(SPARSE)), ("index", index))
+
+    def cache_names(self, layer_type: str) -> tuple[str, ...]:
+        """The caches of one layer, in the order its attention takes them."""
+        made = (c.cache_names(name) for name, c in self.compressors(layer_type))
+        return ("window", *itertools.chain.from_iterable(made))
+
+    def window_cache(self, layers: int, dtype: jnp.dtype, wide: jnp.dtype) -> CacheSpec:
+        if self.paged:
+            return PagedCache("window", layers, (self.head_dim,), jnp.dtype(dtype))
+        ring = (self.window + self.rollback, self.head_dim)
+        return StateCache("window", layers, ring, jnp.dtype(wide))
 
     def rope_of(self, layer_type: str) -> RopeConfig:
         return self.rope if layer_type == SLIDING else self.compress_rope
-
-
-def cache_names(layer_type: str) -> tuple[str, ...]:
-    """The caches of one layer, in the order its attention takes them."""
-    match layer_type:
-        case "sliding_attention":
-            return ("window",)
-        case "heavily_compressed_attention":
-            return ("window", "heavy", "heavy_rows")
-        case _:
-            return ("window", "sparse", "sparse_rows", "index", "index_rows")
 
 
 class EntryIndexer(nnx.Module):
@@ -119,7 +134,7 @@ class EntryIndexer(nnx.Module):
             c.hidden, c.compressor(SPARSE, i.head_dim), dtype=dtype, axes=axes
         )
         self.q = Linear(c.q_rank, i.num_heads * i.head_dim, dtype=dtype, quant=quant, axes=axes)
-        self.head_weights = Linear(c.hidden, i.num_heads, dtype=dtype, axes=axes)
+        self.score_weights = Linear(c.hidden, i.num_heads, dtype=dtype, axes=axes)
 
     def choose(
         self,
@@ -136,7 +151,7 @@ class EntryIndexer(nnx.Module):
         q = self.q(q_latent).reshape(x.shape[0], c.num_heads, c.head_dim)
         return index_topk(
             rotate_tail(q, *rope),
-            self.head_weights(x).astype(jnp.float32) * c.scale,
+            self.score_weights(x).astype(jnp.float32) * c.scale,
             pool,
             tables,
             visible,
@@ -147,8 +162,8 @@ class EntryIndexer(nnx.Module):
 
 
 class CompressedAttention(nnx.Module):
-    """x [T, hidden] -> [T, hidden], on every tp rank alike; one layer's caches in `cache_names`
-    order."""
+    """x [T, hidden] -> [T, hidden], on every tp rank alike; one layer's caches in the
+    order of `CompressedAttentionConfig.cache_names`."""
 
     def __init__(
         self,
@@ -192,11 +207,12 @@ class CompressedAttention(nnx.Module):
         q = self.q_b(q_latent).reshape(x.shape[0], c.num_heads, c.head_dim)
         q = rotate_tail(unit_rms(q, c.norm_eps), *rope)
         keys = rotate_tail(self.kv_norm(self.kv(x))[:, None], *rope)[:, 0]
-        window, ring = window_source(keys, caches[0], step, c.window)
+        read = paged_window if c.paged else window_source
+        window, kept = read(keys, caches[0], step, c.window)
         entries, others = self._entries(x, q_latent, rope, caches[1:], step)
         y = sparse_attention(q, (window, *entries), scale=c.head_dim**-0.5, sinks=self.sinks[...])
         cos, sin = rope
-        return self._out(rotate_tail(y.astype(x.dtype), cos, -sin)), (ring, *others)
+        return self._out(rotate_tail(y.astype(x.dtype), cos, -sin)), (kept, *others)
 
     def _entries(
         self,
@@ -209,16 +225,16 @@ class CompressedAttention(nnx.Module):
         """(what the rows attend to besides their window, the layer's other caches)."""
         if self.compressor is None:
             return (), ()
-        ratio, batch = self.config.ratio(self.layer_type), step.batch
-        tables = entry_tables(batch.block_tables, batch.block_size, ratio)
-        pool, rows = self.compressor(x, *caches[:2], step, tables)
-        visible, chosen = batch.visible // ratio, None
-        counts, others = visible, (pool, rows)
-        if self.indexer is not None:
-            index, index_rows = self.indexer.compressor(x, *caches[2:], step, tables)
-            chosen = self.indexer.choose(x, q_latent, rope, index, step, tables, visible)
-            counts, others = jnp.minimum(visible, chosen.shape[1]), (*others, index, index_rows)
-        return (KeySource(pool, counts, chosen, tables, step.sequences),), others
+        ratio = self.config.ratio(self.layer_type)
+        tables, visible = step.entry_tables(ratio), step.batch.visible // ratio
+        own = len(self.compressor.config.cache_names("entries"))
+        kept = self.compressor(x, caches[:own], step)
+        if self.indexer is None:
+            return (KeySource(kept[0], visible, None, tables, step.sequences),), kept
+        index = self.indexer.compressor(x, caches[own:], step)
+        chosen = self.indexer.choose(x, q_latent, rope, index[0], step, tables, visible)
+        counts = jnp.minimum(visible, chosen.shape[1])
+        return (KeySource(kept[0], counts, chosen, tables, step.sequences),), (*kept, *index)
 
     def _out(self, y: Float[Array, "T H D"]) -> Float[Array, "T hidden"]:
         """Each group of heads through its own projection, then all through one."""

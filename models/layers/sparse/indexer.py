@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.kernels_pallas import index_topk, kv_write
-from deepinfer_jax.models.base import CacheSpec, PagedCache, ParallelAxes, StepBatch
+from deepinfer_jax.models.base import CacheSpec, KeyCost, PagedCache, ParallelAxes, StepBatch
 from deepinfer_jax.models.layers.linear import Linear
 from deepinfer_jax.models.layers.norm import LayerNorm
 from deepinfer_jax.models.layers.rope import apply_rope
@@ -48,6 +48,12 @@ class IndexerConfig:
     def scale(self) -> float:
         """Factor on the heads' weights."""
         return (self.num_heads * self.head_dim) ** -0.5
+
+    def key_cost(self, layers: int, itemsize: int, stride: int = 1) -> KeyCost:
+        """Of scoring the keys of `layers` layers, of which there is one per `stride` tokens."""
+        flops = layers * self.num_heads * 2.0 * self.head_dim
+        size = layers * self.head_dim * (itemsize if self.keys == "model" else 1)
+        return KeyCost(flops, size, stride, beyond=self.top_k)
 
     def cache_specs(self, layers: int, dtype: jnp.dtype) -> tuple[CacheSpec, ...]:
         """The caches of index keys, one key per token."""
@@ -86,7 +92,7 @@ class Indexer(nnx.Module):
         # small and decisive: a rounded key or weight can change the choice, so neither is quantised
         self.k = Linear(hidden, c.head_dim, dtype=dtype, axes=axes)
         self.k_norm = LayerNorm(c.head_dim, c.norm_eps, dtype)
-        self.head_weights = Linear(hidden, c.num_heads, dtype=dtype, axes=axes)
+        self.score_weights = Linear(hidden, c.num_heads, dtype=dtype, axes=axes)
 
     def write(
         self,
@@ -116,7 +122,7 @@ class Indexer(nnx.Module):
         """Positions each row attends to, -1 past its own; `pools` already hold this step's keys."""
         c = self.config
         q = self.q(q_latent).reshape(x.shape[0], c.num_heads, c.head_dim)
-        weights = self.head_weights(x).astype(jnp.float32) * c.scale
+        weights = self.score_weights(x).astype(jnp.float32) * c.scale
         return index_topk(
             apply_rope(q, cos, sin),
             weights,
@@ -138,5 +144,5 @@ def indexer_rules(target: str, source: str) -> list[Rule]:
         *linear_rules(f"{target}.k", (f"{source}.wk",)),
         Rule(f"{target}.k_norm.weight", (f"{source}.k_norm.weight",)),
         Rule(f"{target}.k_norm.bias", (f"{source}.k_norm.bias",)),
-        *linear_rules(f"{target}.head_weights", (f"{source}.weights_proj",)),
+        *linear_rules(f"{target}.score_weights", (f"{source}.weights_proj",)),
     ]

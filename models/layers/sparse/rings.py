@@ -47,11 +47,31 @@ class StepRows:
         rows = self.batch.q_starts[sequences][:, None] + offset
         return jnp.clip(rows, 0, self.batch.tokens.shape[0] - 1), offset >= 0
 
-    def ring_places(
-        self, sequences: Int[Array, " N"], positions: Int[Array, "N K"], length: int
-    ) -> Int[Array, "N K"]:
-        """Flat places of `positions` in a ring pool [slots, length, ...]."""
-        return self.batch.state_slots[sequences][:, None] * length + positions % length
+    def entry_tables(self, ratio: int) -> Int[Array, "S Q"]:
+        """Tables of a paged cache with an entry per `ratio` tokens: entry e of sequence s lies in
+        block tables[s, e // E], E entries per block. Where an entry spans several blocks it lies in
+        the last of them: a block never depends on tokens after its own."""
+        spanned = max(1, ratio // self.batch.block_size)
+        return self.batch.block_tables[:, spanned - 1 :: spanned]
+
+    def tail_slots(self, tail: int) -> Int[Array, " T"]:
+        """Where each row lies in a pool of every block's last `tail` tokens; past its end for rows
+        that are none of them."""
+        size = self.batch.block_size
+        place = self.batch.write_slots % size - (size - tail)
+        slots = self.batch.write_slots // size * tail + place
+        return jnp.where(place >= 0, slots, jnp.iinfo(jnp.int32).max)
+
+    def read_tail(
+        self,
+        pool: Float[Array, "N E D"],
+        sequences: Int[Array, " N"],
+        positions: Int[Array, "N K"],
+    ) -> Float[Array, "N K D"]:
+        """Rows of `positions` among their blocks' last E tokens (of others: anything)."""
+        size, tail = self.batch.block_size, pool.shape[1]
+        blocks = self.batch.block_tables[sequences[:, None], positions // size]
+        return pool[blocks, jnp.maximum(positions % size - (size - tail), 0)]
 
 
 def read_rows(
@@ -64,8 +84,8 @@ def read_rows(
     """The rows of `positions` (at most L back from the newest, negative ones give anything finite
     or not), from this step where it has them, else from the ring as it was before this step."""
     at, here = step.row_of(sequences, positions)
-    flat = ring.reshape(-1, ring.shape[-1])
-    before = flat[step.ring_places(sequences, positions, ring.shape[1])]
+    slots = step.batch.state_slots[sequences][:, None]
+    before = ring[slots, positions % ring.shape[1]]
     return jnp.where(here[..., None], rows[at], before.astype(rows.dtype))
 
 
@@ -75,7 +95,6 @@ def write_ring(
     """The ring with each sequence's newest rows of this step."""
     batch, length = step.batch, ring.shape[1]
     newest = batch.positions >= batch.kv_lens[step.sequences] - length
-    places = step.ring_places(step.sequences, batch.positions[:, None], length)[:, 0]
-    places = jnp.where(batch.valid & newest, places, ring.shape[0] * length)
-    flat = ring.reshape(-1, ring.shape[-1])
-    return flat.at[places].set(rows.astype(ring.dtype), mode="drop").reshape(ring.shape)
+    slots = batch.state_slots[step.sequences]
+    slots = jnp.where(batch.valid & newest, slots, ring.shape[0])
+    return ring.at[slots, batch.positions % length].set(rows.astype(ring.dtype), mode="drop")

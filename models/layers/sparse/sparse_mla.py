@@ -3,6 +3,8 @@ number, not with the context."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,6 +14,25 @@ from deepinfer_jax.models.base import ParallelAxes, StepBatch
 from deepinfer_jax.models.layers.linear import WHOLE
 from deepinfer_jax.models.layers.mla import MLAConfig, MLAttention
 from deepinfer_jax.models.layers.sparse.indexer import Indexer, IndexerConfig
+
+
+def run_if(
+    condition: jax.Array,
+    compute: Callable[..., jax.Array],
+    operands: tuple[jax.Array, ...],
+    otherwise: jax.Array,
+) -> jax.Array:
+    """compute(*operands) where `condition` (bool scalar) holds, else `otherwise`.
+
+    A loop of one turn or none, since XLA copies the pools that a conditional's branches read.
+    Operands are tied to the loop's value, or XLA would compute what no turn changes before it.
+    """
+
+    def turn(_: jax.Array, value: jax.Array) -> jax.Array:
+        tied, _ = jax.lax.optimization_barrier((operands, value))
+        return compute(*tied)
+
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), turn, otherwise)
 
 
 class SparseMLAttention(MLAttention):
@@ -54,18 +75,21 @@ class SparseMLAttention(MLAttention):
         )
         index_pools = self.indexer.write(x, cos, sin, tuple(index_pools), batch)
 
-        def dense() -> jax.Array:
+        def dense(q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
             return self.attend(q_nope, q_rope, latent_pool, batch).astype(x.dtype)
 
-        def chosen() -> jax.Array:
+        def chosen(q_nope: jax.Array, q_rope: jax.Array, q_latent: jax.Array) -> jax.Array:
             entries = self.indexer.choose(x, q_latent, cos, sin, index_pools, batch)
             return self._chosen(q_nope, q_rope, latent_pool, batch, entries).astype(x.dtype)
 
         top_k = self.indexer.config.top_k
         if batch.block_tables.shape[1] * latent_pool.shape[1] <= top_k:
-            y = dense()
+            y = dense(q_nope, q_rope)
         else:
-            y = jax.lax.cond(jnp.max(batch.kv_lens) <= top_k, dense, chosen)
+            few = jnp.max(batch.kv_lens) <= top_k
+            y = jnp.zeros((x.shape[0], q_nope.shape[1], self.config.v_dim), x.dtype)
+            y = run_if(few, dense, (q_nope, q_rope), y)
+            y = run_if(~few, chosen, (q_nope, q_rope, q_latent), y)
         return self.out(y.reshape(x.shape[0], -1)), (latent_pool, *index_pools)
 
     def _chosen(
@@ -79,7 +103,7 @@ class SparseMLAttention(MLAttention):
         """Absorbed attention of each row to `entries` i32 [T, k] of its sequence."""
         c, q = self.config, self.absorb(q_nope, q_rope)
         source = KeySource(
-            pool[:, :, 0],
+            pool,
             jnp.minimum(batch.visible, entries.shape[1]),
             entries,
             batch.block_tables,

@@ -1,12 +1,28 @@
-"""The sliding window of DeepSeek-V4: the newest keys of a sequence, in a ring per sequence."""
+"""The sliding window of DeepSeek-V4: the newest keys of a sequence, in a ring per sequence or in
+pages."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from deepinfer_jax.kernels_pallas import KeySource
+from deepinfer_jax.kernels_pallas import KeySource, kv_write
 from deepinfer_jax.models.layers.sparse.rings import StepRows, write_ring
+
+
+def paged_window(
+    keys: Float[Array, "T D"],
+    pool: Float[Array, "N bs D"],
+    step: StepRows,
+    window: int,
+) -> tuple[KeySource, Float[Array, "N bs D"]]:
+    """As `window_source`, with every token's key in pages."""
+    batch = step.batch
+    pool = kv_write(pool, keys, batch.write_slots)
+    back = jnp.arange(window, dtype=jnp.int32)
+    positions = jnp.maximum(batch.positions[:, None] - back, 0)
+    counts = jnp.minimum(batch.visible, window)
+    return KeySource(pool, counts, positions, batch.block_tables, step.sequences), pool
 
 
 def window_source(
@@ -32,8 +48,8 @@ def window_source(
                 f"a ring of {length} keys has no room for {batch.q_per_seq} rows per sequence"
                 f" beside a window of {window}"
             )
-        places = step.ring_places(step.sequences, positions, length)
-        return KeySource(written.reshape(-1, 1, ring.shape[2]), counts, places), written
+        rings = batch.state_slots[:, None]
+        return KeySource(written, counts, positions % length, rings, step.sequences), written
     sequences = batch.kv_lens.shape[0]
     before = ring[batch.state_slots].reshape(-1, ring.shape[2]).astype(keys.dtype)
     pool = jnp.concatenate([before, keys])[:, None]
