@@ -121,7 +121,10 @@ class Decoder:
         table = np.random.default_rng(1).permutation(self.pages).astype(np.int32)[None]
         position = keys - 1
         slot = table[0, position // BLOCK] * BLOCK + position % BLOCK
-        i32 = lambda *x: jnp.asarray(x, jnp.int32)  # noqa: E731
+
+        def i32(*values: int) -> jax.Array:
+            return jnp.asarray(values, jnp.int32)
+
         return StepBatch(
             i32(7),
             i32(position),

@@ -48,7 +48,8 @@ def chosen(row: np.ndarray) -> set[int]:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several key tiles, row tiles and sequence tiles even at these sizes."""
-    for name, size in (("_KEY_TILE", {"prefill": 8, "decode": 8}), ("_Q_TILE", 4), ("_SEQ_TILE", 2)):
+    sizes = {"_KEY_TILE": {"prefill": 8, "decode": 8}, "_Q_TILE": 4, "_SEQ_TILE": 2}
+    for name, size in sizes.items():
         monkeypatch.setattr(index_module, name, size)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from deepinfer_jax.models.layers.dispatch import RAGGED_FLAG
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe_step.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops" / "moe_step.py"
 
 
 @pytest.mark.skipif(

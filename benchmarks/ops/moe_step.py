@@ -2,9 +2,9 @@
 against ideal.
 
     # sweep tokens, experts and ranks on 8 CPU devices; a table and moe_step.png
-    python benchmarks/moe_step.py [--out DIR] [--quick]
+    python benchmarks/ops/moe_step.py [--out DIR] [--quick]
     # compile both dispatch paths for 8 H200s (needs jax-cuda13-plugin)
-    python benchmarks/moe_step.py --aot
+    python benchmarks/ops/moe_step.py --aot
 
 Bytes are read from the compiled program (result sizes of its collectives, less the share a rank
 sends to itself); "ideal" counts what this routing needs at least: every (row, other rank that holds

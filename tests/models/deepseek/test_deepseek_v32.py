@@ -23,7 +23,7 @@ from deepinfer_jax.models.base import ParallelAxes
 from deepinfer_jax.models.layers.sparse.indexer import IndexerConfig, quantize_keys
 from deepinfer_jax.models.loading import load_model
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = ("deepseek_v32", "deepseek_v32_yarn")
 V32 = Golden("deepseek_v32")
 

@@ -24,7 +24,7 @@ from deepinfer_jax.models.base import PagedCache, ParallelAxes
 from deepinfer_jax.models.deepseek_v4_config import config_from_hf
 from deepinfer_jax.models.loading import load_model
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def config_json(name: str = "deepseek_v4") -> dict:
