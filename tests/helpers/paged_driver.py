@@ -114,10 +114,12 @@ class PagedDriver:
         )
         return StepBatch(*map(jnp.asarray, arrays), is_decode=is_decode, block_size=self.block_size)
 
-    def prefill(self, rows: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """seq -> its next prompt tokens; returns seq -> logits [len, vocab]."""
+    def prefill(self, rows: dict[int, np.ndarray], least: int = 0) -> dict[int, np.ndarray]:
+        """seq -> its next prompt tokens; returns seq -> logits [len, vocab]. least: rows of the
+        batch at least, so that steps of several sizes share a program."""
         total = sum(map(len, rows.values()))
-        batch = self._batch(rows, -(-(total + 3) // 16) * 16, len(rows) + 1, is_decode=False)
+        padded = max(least, -(-(total + 3) // 16) * 16)
+        batch = self._batch(rows, padded, len(rows) + 1, is_decode=False)
         logits, self.caches = self._step(self.model.params, self.caches, batch)
         ends = np.cumsum([len(ids) for ids in rows.values()])
         return dict(zip(rows, np.split(np.asarray(logits)[:total], ends[:-1]), strict=True))

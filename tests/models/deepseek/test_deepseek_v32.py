@@ -33,7 +33,7 @@ def test_whole_prompts_and_decode(name):
     check_against_golden(name)
 
 
-@pytest.mark.parametrize("chunk", [5, 32, 37])
+@pytest.mark.parametrize("chunk", [5])
 def test_prompts_cut_anywhere(chunk):
     check_against_golden("deepseek_v32", chunk=chunk, block_size=8)
 
