@@ -3,7 +3,7 @@
 # make oldest  the test suite on the oldest allowed version of every dependency, in an environment of its own
 # make lint    ruff, and mypy over the packages that pyproject.toml names
 # make picture the packages and modules, drawn from the real imports into docs/
-# make fuzz    random episodes over real schedulers and hand-overs, damaged model files (FUZZ_STEPS=5000000 for a long run)
+# make fuzz    random episodes over real schedulers, hand-overs and sequences' state, damaged model files (FUZZ_STEPS=5000000 for a long run)
 # make mutants changes one line at a time and sees whether the tests notice (MUTANTS=5 per module, MUTANT_MINUTES=60)
 # make clients OpenAI clients, lm-eval, a browser against a server of the demo model, each in an environment of its own
 # make faults  kills, stops and cuts off processes of a deployment under load: each once (10 min), then FAULT_MINUTES at random
@@ -22,6 +22,7 @@ FUZZ_STEPS ?= 500000
 FAULT_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 FUZZ_FILES ?= 20000
+FUZZ_TRIALS ?= 500
 MUTANTS ?= 5
 MUTANT_SEED ?= 1
 MUTANT_MINUTES ?= 60
@@ -53,6 +54,7 @@ fuzz: $(VENV)/.dev-installed
 	JAX_PLATFORMS=cpu $(PY) tests/fuzz/sched_fuzz.py --steps $(FUZZ_STEPS)
 	JAX_PLATFORMS=cpu $(PY) tests/fuzz/handoff_fuzz.py --requests $(FUZZ_REQUESTS)
 	JAX_PLATFORMS=cpu $(PY) tests/fuzz/loader_fuzz.py --steps $(FUZZ_FILES)
+	JAX_PLATFORMS=cpu PYTHONPATH=tests/helpers $(PY) tests/fuzz/state_fuzz.py --trials $(FUZZ_TRIALS)
 
 mutants: $(VENV)/.dev-installed
 	$(PY) tests/helpers/mutants.py --sample $(MUTANTS) --seed $(MUTANT_SEED) --minutes $(MUTANT_MINUTES)
