@@ -2,6 +2,8 @@
 
     # on this machine: tiny widths, random weights; writes the plot too
     python benchmarks/long_context.py [--keys 1024 ... 131072] [--plot docs/long_context.png]
+    # attention alone, by how many keys are chosen and how many there are
+    python benchmarks/long_context.py --chosen
     # cache bytes of the published sizes at 4k, 128k and 1M tokens
     python benchmarks/long_context.py --bytes
 
@@ -17,6 +19,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import numpy as np
 from flax import nnx
 from limits import load_average, median
 
+from deepinfer_jax.kernels_pallas import KeySource, sparse_attention
 from deepinfer_jax.models import registry
 from deepinfer_jax.models.base import PagedCache, ParallelAxes, StepBatch
 from deepinfer_jax.models.loading import load_model
@@ -187,6 +191,40 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
+def attention_seconds(chosen: int, keys: int) -> Callable[[], float]:
+    """A function that times one row's attention to `chosen` of `keys` latents, at V3's widths."""
+    rng = np.random.default_rng(0)
+    heads, dim, v_dim = 16, 576, 512
+    pool = jnp.asarray(rng.standard_normal((keys // BLOCK, BLOCK, 1, dim), np.float32))
+    q = jnp.asarray(rng.standard_normal((1, heads, dim), np.float32))
+    entries = jnp.asarray(rng.permutation(keys)[:chosen][None], jnp.int32)
+    table = jnp.asarray(rng.permutation(keys // BLOCK)[None], jnp.int32)
+    zero = jnp.zeros(1, jnp.int32)
+
+    @jax.jit
+    def attend(q: jax.Array, pool: jax.Array) -> jax.Array:
+        source = KeySource(pool, jnp.asarray([chosen]), entries, table, zero)
+        return sparse_attention(q, (source,), scale=dim**-0.5, v_dim=v_dim)
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(attend(q, pool))
+        return time.perf_counter() - start
+
+    return once
+
+
+def print_chosen(keys: list[int], repeats: int) -> None:
+    """Milliseconds of attention alone: a row per number of chosen keys, a column per context."""
+    print("| chosen | " + " | ".join(f"of {n:,} ms" for n in keys) + " |")
+    print("|---" * (1 + len(keys)) + "|")
+    for chosen in (128, 256, 512, 1024, 2048):
+        timers = [attention_seconds(chosen, n) for n in keys]
+        turns = [[timer() for timer in timers] for _ in range(repeats + 1)][1:]
+        cells = " | ".join(f"{1e3 * median(list(t)):.2f}" for t in zip(*turns, strict=True))
+        print(f"| {chosen:,} | {cells} |")
+
+
 def print_bytes() -> None:
     """Bytes in bfloat16 of the published sizes, with windows in rings and in pages."""
     lengths = {"4k": 4096, "128k": 131072, "1M": 1 << 20}
@@ -216,9 +254,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--chosen", action="store_true")
     options = parser.parse_args()
     if options.bytes:
         print_bytes()
+        return
+    if options.chosen:
+        print_chosen([4096, 32768, 131072], options.repeats)
+        print(f"{load_average()}, jax {jax.__version__}")
         return
     import tempfile
 
@@ -226,7 +269,7 @@ def main() -> None:
         decoders = [Decoder(n, Path(folder), max(options.keys)) for n in options.models]
         rows = measure(decoders, options.keys, options.repeats)
     print_times(rows)
-    print(f"load average {load_average()}, jax {jax.__version__}")
+    print(f"{load_average()}, jax {jax.__version__}")
     if options.plot:
         plot(rows, options.plot)
 
