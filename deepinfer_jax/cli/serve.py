@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             timeout_keep_alive=30,
         )
         with config.bind_socket() as listener:
+            listener.listen(config.backlog)  # who reads the next line may connect
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {name} on http://{shown}:{port}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-EXTRAS = ("plot", "sentencepiece", "hub", "test", "dev")
+EXTRAS = ("plot", "sentencepiece", "hub", "server", "test", "dev")
 BOUND = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?>=(?P<version>[\w.]+)")
 
 
