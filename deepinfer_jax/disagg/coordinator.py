@@ -76,18 +76,27 @@ class Coordinator:
                 return
             self.failed[name] = reason
             self._settle_all(self.router.engine_failed(name, reason))
+            self._fail_answered_by(name, reason)
 
     def engine_left(self, name: str, reason: str) -> None:
         """The same, and it is forgotten. Does nothing for an unknown name."""
         with self.lock:
             if self.engines.pop(name, None) is not None:
                 self._settle_all(self.router.leave(name, reason))
+                self._fail_answered_by(name, reason)
 
     def _settle_all(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
             self._settle(verdict)
         self._advance()
         self.wake_prompt_engines()
+
+    def _fail_answered_by(self, name: str, reason: str) -> None:
+        """Parts whose hand-over to this engine had been taken back after its first tokens had gone
+        to the caller: the router counts them to nobody, and nobody else may answer them."""
+        for part in list(self.parts.values()):
+            if part.answerer == name and part.answering is not None:
+                self._fail(part.answering.attempt, reason, True)
 
     # ---- requests --------------------------------------------------------------------------------
 

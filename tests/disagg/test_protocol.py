@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 
 import pytest
-from handoff_fuzz import check_results, fuzz
+from handoff_fuzz import check_results, episode, fuzz
 from handoff_world import Faults, World
 
 from deepinfer_jax.disagg.messages import Granted
@@ -335,6 +335,12 @@ def test_back_pressure_bounds_what_a_prompt_engine_keeps():
 def test_a_thousand_requests_under_random_faults():
     counts = fuzz(first_seed=1000, requests=1000)
     assert counts["length"] > 500 and counts["error"] < 400, counts
+
+
+def test_an_engine_dies_that_answers_a_hand_over_which_was_taken_back():
+    """Its acknowledgement was late: the source has taken the request back, the caller has tokens,
+    so only the dead engine could have gone on."""
+    assert episode(98807809)["error"]
 
 
 def test_faults_do_happen():
