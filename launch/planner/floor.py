@@ -8,7 +8,7 @@ takes longer.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.config import EngineConfig
 from deepinfer_jax.launch.planner.gpus import Gpu
-from deepinfer_jax.models.base import CacheSpec
+from deepinfer_jax.models.base import CacheSpec, KeyCost, PagedCache, ParallelAxes
 from deepinfer_jax.runner import kv_pools
 
 
@@ -39,8 +39,8 @@ class ModelCosts:
     top_k: int
     moe_layers: int
     hidden_size: int
-    attention_flops_per_key: float  # per query token and key, all layers, on one device
-    kv_bytes_per_token: float
+    keys: tuple[KeyCost, ...]  # what a query token pays per key, all layers, on one device
+    kv_bytes_per_token: float  # written
     ep: int
     imbalance: float = 1.0  # routed tokens of the most loaded rank over those of the mean rank
 
@@ -97,19 +97,29 @@ def model_costs(
         top_k=getattr(router, "top_k", 0) if router else 0,
         moe_layers=moe_layers // 2,  # gate-up and down
         hidden_size=model_config.hidden_size,
-        attention_flops_per_key=attention_flops(model_config) / axes.tp,
-        kv_bytes_per_token=kv_pools.bytes_per_block(caches, axes, 1),
+        keys=key_costs(model_config, caches, axes),
+        kv_bytes_per_token=kv_bytes_per_token(caches, axes),
         ep=axes.ep,
     )
 
 
-def attention_flops(c: Any) -> float:
-    """FLOPs of one query token against one key, all layers: 2 per multiply-add, scores and weighted
-    sum."""
-    mla = getattr(c, "mla", None)
-    if mla is not None:  # absorbed: the latent is key and value
-        return c.num_layers * c.num_heads * 2.0 * (2 * mla.kv_rank + mla.rope_dim)
-    return c.num_layers * c.num_heads * 4.0 * c.head_dim
+def kv_bytes_per_token(caches: tuple[CacheSpec, ...], axes: ParallelAxes) -> float:
+    """Bytes of one device's caches per token, in blocks that every cache divides."""
+    size = math.lcm(*(s.stride for s in caches if isinstance(s, PagedCache)))
+    return kv_pools.bytes_per_block(caches, axes, size) / size
+
+
+def key_costs(c: Any, caches: tuple[CacheSpec, ...], axes: ParallelAxes) -> tuple[KeyCost, ...]:
+    """As the model has it, where it has several kinds of keys or does not attend to all; else 2
+    FLOPs per multiply-add of scores and weighted sum, and all of a token's cache. Heads are split
+    over tp."""
+    if hasattr(c, "key_costs"):
+        paged = next(s for s in caches if isinstance(s, PagedCache))
+        kinds = c.key_costs(np.dtype(paged.dtype).itemsize)
+    else:
+        flops = c.num_layers * c.num_heads * 4.0 * c.head_dim
+        kinds = (KeyCost(flops, kv_bytes_per_token(caches, axes)),)
+    return tuple(replace(k, flops=k.flops / axes.tp) for k in kinds)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,8 @@ def step_floor(
     """Floor of a step of `tokens` rows per rank, each seeing `context` keys on average; logits for
     `sequences` rows.
 
-    decode: every row reads its own keys; prefill: the rows of a sequence share one pass over them.
+    decode: every row reads its own keys; prefill: the rows of a sequence share one pass over them
+    (over all of a kind: between them they choose most).
     A step waits for its most loaded rank, which computes and receives `imbalance` times the mean
     of routed rows.
     """
@@ -156,17 +167,20 @@ def step_floor(
         2.0 * tokens * (m.dense_params + m.imbalance * m.top_k * m.expert_params)
         + 2.0 * sequences * m.head_params
     )
-    flops += tokens * context * m.attention_flops_per_key
+    flops += tokens * sum(k.flops * k.keys(context) for k in m.keys)
     touched = 0.0
     if m.num_experts:
         group_tokens = tokens * m.ep * m.imbalance
         touched = m.local_experts * (1.0 - (1.0 - m.top_k / m.num_experts) ** group_tokens)
-    keys = tokens * context if decode else sequences * 2.0 * context
+    if decode:
+        read = tokens * sum(k.bytes * k.keys(context) for k in m.keys)
+    else:
+        read = sequences * sum(k.bytes * 2.0 * context / k.stride for k in m.keys)
     size = (
         m.dense_bytes
         + m.head_bytes
         + touched * m.expert_bytes
-        + keys * m.kv_bytes_per_token
+        + read
         + tokens * m.kv_bytes_per_token
     )
     exchanged = exchange_seconds = 0.0

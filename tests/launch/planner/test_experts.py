@@ -115,7 +115,7 @@ def test_a_floor_is_that_of_the_most_loaded_rank():
         top_k=8,
         moe_layers=10,
         hidden_size=4096,
-        attention_flops_per_key=0,
+        keys=(),
         kv_bytes_per_token=0,
         ep=8,
     )

@@ -14,6 +14,7 @@ from deepinfer_jax.launch.planner.floor import ModelCosts, step_floor
 from deepinfer_jax.launch.planner.gpus import GPUS, find_gpu
 from deepinfer_jax.launch.planner.plan import collectives, make_plan
 from deepinfer_jax.launch.planner.search import FloorCosts, Targets, candidates, search
+from deepinfer_jax.models.base import KeyCost
 from deepinfer_jax.runner.memory import NotEnoughMemory
 from deepinfer_jax.scheduler.simulation.traces import synthetic_trace
 
@@ -135,7 +136,7 @@ def test_a_floor_is_flops_over_peak_and_bytes_over_bandwidth():
         top_k=0,
         moe_layers=0,
         hidden_size=4096,
-        attention_flops_per_key=1e6,
+        keys=(KeyCost(1e6, 1e5),),
         kv_bytes_per_token=1e5,
         ep=1,
     )
@@ -178,9 +179,23 @@ def test_attention_flops_of_a_query_and_a_key():
     def flops(name, **mesh):
         return make_plan(big(name, **mesh), "b200", compile_programs=False).costs
 
-    assert flops("llama-3.1-8b").attention_flops_per_key == 32 * 32 * 2 * 2 * 128
-    v3 = flops("deepseek-v3", quantization="fp8", data_parallel_size=8, expert_parallel_size=8)
-    assert v3.attention_flops_per_key == 61 * 128 * 2 * (512 + 64 + 512)
+    (key,) = flops("llama-3.1-8b").keys
+    assert (key.flops, key.bytes) == (32 * 32 * 2 * 2 * 128, 32 * 2 * 8 * 128 * 2)
+    mesh = {"quantization": "fp8", "data_parallel_size": 8, "expert_parallel_size": 8}
+    (key,) = flops("deepseek-v3", **mesh).keys
+    assert (key.flops, key.bytes) == (61 * 128 * 2 * (512 + 64 + 512), 61 * 576 * 2)
+    # all index keys are scored (64 heads of 128), 2048 latents read
+    costs = flops("deepseek-v3.2", **mesh)
+    floors = [
+        step_floor(costs, find_gpu("h200"), tokens=1, context=n, sequences=1, decode=True)
+        for n in (4096, 131072)
+    ]
+    more = 131072 - 4096
+    assert floors[1].bytes - floors[0].bytes == pytest.approx(more * 61 * 128 * 2)
+    assert floors[1].flops - floors[0].flops == pytest.approx(more * 61 * 64 * 2 * 128)
+    # 21 layers with an entry and an index key per 4 tokens, 20 with an entry per 128
+    v4 = flops("deepseek-v4-flash", block_size=128, **mesh)
+    assert v4.kv_bytes_per_token == 2 * (21 * (512 + 128) / 4 + 20 * 512 / 128)
 
 
 def test_estimated_temporaries_by_hand():
