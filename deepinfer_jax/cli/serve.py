@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--router", metavar="HOST:PORT", help="serve a deployment's router")
     group.add_argument("--secret-file", metavar="FILE", help="the deployment's secret")
     group.add_argument("--disaggregate", metavar="nP:mD", help="prefill and decode apart, here")
-    group.add_argument("--api-key-file", metavar="FILE", help="one key per line; none: no keys")
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, separated by white space")
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN")
-    group.add_argument("--max-requests", type=int, default=4096, help="unfinished at a time")
+    group.add_argument(
+        "--max-requests", type=int, default=4096, help="unfinished completions at a time"
+    )
     group.add_argument("--max-body-bytes", type=int, default=8 << 20)
     group.add_argument("--drain-seconds", type=float, default=30.0, help="time to end at SIGTERM")
     group.add_argument(

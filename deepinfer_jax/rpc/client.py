@@ -44,6 +44,7 @@ class RouterConnection:
         self.channel: Channel | None = None
         self.inbox: queue.SimpleQueue[wire.WireMessage] = queue.SimpleQueue()
         self.statuses: queue.SimpleQueue[wire.StatusReply] = queue.SimpleQueue()
+        self.asking = threading.Lock()
         self.lost_reason: str | None = None
         self._event = threading.Event()
         self._model: wire.ModelInfo | None = None
@@ -274,16 +275,19 @@ class _Sent:
 
 def ask_status(connection: RouterConnection, timeout: float = 10.0) -> dict[str, Any]:
     """The router's status. TimeoutError without an answer."""
-    connection.send(wire.StatusQuery())
-    deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            return connection.statuses.get(timeout=min(left, WAIT_SECONDS)).status
-        except queue.Empty:
-            if connection.lost_reason is not None:
-                raise ConnectionError(
-                    f"router {connection.router}: {connection.lost_reason}"
-                ) from None
+    with connection.asking:  # one at a time: an answer does not say whose it is
+        while not connection.statuses.empty():  # came too late for who asked
+            connection.statuses.get()
+        connection.send(wire.StatusQuery())
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return connection.statuses.get(timeout=min(left, WAIT_SECONDS)).status
+            except queue.Empty:
+                if connection.lost_reason is not None:
+                    raise ConnectionError(
+                        f"router {connection.router}: {connection.lost_reason}"
+                    ) from None
     raise TimeoutError(f"router {connection.router}: no status within {timeout} s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -56,12 +57,8 @@ def check_ended(output: RequestOutput, limit: int) -> None:
             raise ApiError("the request was aborted", status=503)
 
 
-def text_of(token: int, entry: Logprob, as_id: bool = False) -> str:
-    return f"token_id:{token}" if as_id or entry.decoded_token is None else entry.decoded_token
-
-
-def sampled(entry: LogprobDict, token: int) -> Logprob:
-    return entry[token]
+def text_of(token: int, entry: Logprob) -> str:
+    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
 
 def completion_logprobs(
@@ -119,7 +116,6 @@ def chat_logprobs(c: CompletionOutput, top: int) -> dict[str, Any] | None:
 
 async def merged(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[Any]:
     """(index, output) of several prompts' outputs as they come; closing it closes them all."""
-    import asyncio
 
     async def closing(stream: AsyncIterator[RequestOutput]) -> None:
         await stream.aclose()  # type: ignore[attr-defined]

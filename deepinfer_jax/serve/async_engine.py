@@ -34,6 +34,7 @@ class AsyncEngine:
         self.engine = engine
         self.failure: str | None = None
         self._queues: dict[str, asyncio.Queue[RequestOutput | None]] = {}
+        self._sizes: dict[str, int] = {}  # completions of each
         self._serial = itertools.count()
         self._wake = threading.Event()
         self._stopped = False
@@ -44,6 +45,11 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         return len(self._queues)
+
+    @property
+    def num_completions(self) -> int:
+        """Unfinished ones: a request has n."""
+        return sum(self._sizes.values())
 
     def start(self) -> None:
         """Call it from the event loop that will ask."""
@@ -64,17 +70,18 @@ class AsyncEngine:
         self._threads.shutdown(wait=False)
 
     async def generate(
-        self, prompt: PromptInput, params: SamplingParams, priority_name: str = "cmpl"
+        self, prompt: PromptInput, params: SamplingParams, kind: str
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they come; closing the iterator early aborts the request.
+        """Outputs as they come; closing the iterator early aborts the request. kind: the beginning
+        of its id.
 
         Raises ValueError for a request that the engine refuses, ApiError 503 when it has failed.
         """
-        request_id = f"{priority_name}-{next(self._serial)}"
+        request_id = f"{kind}-{next(self._serial)}"
         box: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
         if self.failure is not None or self._stopped:
             raise ApiError(f"the engine has ended: {self.failure or 'shutting down'}", status=503)
-        self._queues[request_id] = box
+        self._queues[request_id], self._sizes[request_id] = box, params.n
         finished = False
         added = self._on_thread(self.engine.add_request, request_id, prompt, params)
         try:
@@ -90,7 +97,7 @@ class AsyncEngine:
         except RuntimeError as error:  # the router is lost, no engine is left
             raise ApiError(str(error), status=503) from error
         finally:
-            self._queues.pop(request_id, None)
+            del self._queues[request_id], self._sizes[request_id]
             if not finished:  # an abort must not overtake what it ends
                 added.add_done_callback(lambda _: self._threads.submit(self._abort, request_id))
 

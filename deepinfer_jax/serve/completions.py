@@ -55,10 +55,12 @@ class Completions:
             for i in sorted(self.last)
             for c in self.last[i].outputs
         ]
-        if self.request.max_tokens == 0:
-            self.tokens = 0
-        usage = answers.usage(list(self.last.values()), self.tokens)
-        return self.head | {"choices": choices, "usage": usage}
+        return self.head | {"choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        # the engine has generated one token where none was asked for
+        tokens = 0 if self.request.max_tokens == 0 else self.tokens
+        return answers.usage(list(self.last.values()), tokens)
 
     async def events(self) -> AsyncIterator[bytes]:
         seen: set[int] = set()
@@ -73,8 +75,7 @@ class Completions:
                 yield answers.event(self.head | {"choices": [choice]})
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            usage = answers.usage(list(self.last.values()), self.tokens)
-            yield answers.event(self.head | {"choices": [], "usage": usage})
+            yield answers.event(self.head | {"choices": [], "usage": self.usage()})
         yield answers.DONE
 
     def choice(
@@ -87,7 +88,7 @@ class Completions:
         first: bool,
     ) -> dict[str, Any]:
         echo = self.request.echo and first
-        nothing = self.request.max_tokens == 0  # the engine has generated one token all the same
+        nothing = self.request.max_tokens == 0
         text = "" if nothing else c.text
         tokens = [] if nothing else c.token_ids
         entries = [] if nothing else c.logprobs

@@ -12,8 +12,8 @@ from deepinfer_jax.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What an operator sets. max_body: bytes of a request; max_requests: unfinished ones, above
-    which a client is told to come again; api_keys: empty means that everybody may ask;
+    """What an operator sets. max_body: bytes of a request; max_requests: unfinished completions,
+    above which a client is told to come again; api_keys: empty means that everybody may ask;
     allowed_origins: of pages elsewhere that may ask (CORS); tool_parser: "auto" goes by the chat
     template; reasoning_parser: "auto", "think" or "none"."""
 
@@ -51,11 +51,11 @@ class ServerContext:
 
     def check_room(self, prompts: int, n: int) -> None:
         """ApiError if one request asks for more completions than the server has at a time (400), or
-        if with it there would be more unfinished prompts than that (429)."""
+        if with it there would be more unfinished ones than that (429)."""
         most = self.options.max_requests
         if prompts * n > most:
             raise ApiError(f"{prompts} prompts with n={n}: at most {most} completions", param="n")
-        if self.engine.num_requests + prompts > most:
+        if self.engine.num_completions + prompts * n > most:
             raise busy(most)
 
     @property

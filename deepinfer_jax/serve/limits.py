@@ -53,7 +53,7 @@ class Limits:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > options.max_body:
             raise _too_large(options.max_body)
-        full = self._context.engine.num_requests >= options.max_requests
+        full = self._context.engine.num_completions >= options.max_requests
         if full and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             raise busy(options.max_requests)
 

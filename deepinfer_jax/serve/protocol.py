@@ -28,7 +28,6 @@ class Model(BaseModel):
 
 class StreamOptions(Model):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class ResponseFormat(Model):
@@ -50,6 +49,7 @@ class GenerationRequest(Model):
     user: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # what changes no answer here, as there
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
@@ -105,7 +105,7 @@ class FunctionDefinition(Model):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Literal[False] | None = None
 
 
 class Tool(Model):
@@ -139,7 +139,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

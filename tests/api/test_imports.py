@@ -42,3 +42,8 @@ def test_every_export_exists():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         deepinfer_jax.Nope  # noqa: B018
+
+
+def test_a_tokenizer_needs_no_engine():
+    loaded = modules_after("from deepinfer_jax.tokenizer import Tokenizer, load_tokenizer")
+    assert not {m for m in loaded if m.startswith("deepinfer_jax.engine")}

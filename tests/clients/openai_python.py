@@ -1,7 +1,10 @@
 """The openai package for Python: python openai_python.py URL MODEL"""
 
+import json
 import sys
 import threading
+import time
+import urllib.request
 
 import openai
 
@@ -15,6 +18,11 @@ def check(what: bool, name: str) -> None:
     global checks
     assert what, name
     checks += 1
+
+
+def unfinished() -> int:
+    with urllib.request.urlopen(f"{url}/status") as reply:
+        return json.load(reply)["requests"]
 
 
 check([m.id for m in client.models.list()] == [model], "models")
@@ -69,7 +77,11 @@ stream = client.chat.completions.create(
     extra_body={"ignore_eos": True, "top_k": 5},
 )
 next(iter(stream))
-stream.close()
+stream.close()  # ends its request, long before 900 tokens are there
+deadline = time.monotonic() + 5
+while unfinished() and time.monotonic() < deadline:
+    time.sleep(0.05)
+check(unfinished() == 0, "a closed stream ends its request")
 answers: list[str] = []
 
 

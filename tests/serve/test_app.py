@@ -83,6 +83,9 @@ def test_scoring_a_text_generates_nothing(server):
     got = server.post("/v1/completions", body)
     (choice,) = got["choices"]
     assert choice["text"] == PROMPT and got["usage"]["completion_tokens"] == 0
+    stream = {"prompt": PROMPT, "max_tokens": 0, "stream_options": {"include_usage": True}}
+    events = server.events("/v1/completions", stream)
+    assert events[-1]["usage"]["completion_tokens"] == 0
     assert len(choice["logprobs"]["tokens"]) == got["usage"]["prompt_tokens"]
 
 
@@ -144,6 +147,12 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json"}},
         400,
         "response_format.type",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "parallel_tool_calls": False},
+        400,
+        "parallel_tool_calls",
     ),
     ("/detokenize", {"tokens": [1 << 40]}, 400, "tokens.0"),
 ]

@@ -18,19 +18,10 @@ NAME = "deepseek_v4_yarn"
 V4 = Golden(NAME)
 NEW = len(V4.greedy[0])
 PARAMS = GREEDY.replace(max_tokens=NEW)
-SIZES = {
-    "block_size": 12,
-    "num_blocks": 24,
-    "max_model_len": 96,
-    "max_num_batched_tokens": 32,
-    "prefill_buckets": (32,),
-    "decode_buckets": (4,),
-    "enable_prefix_caching": False,
-}
 
 
 def engine(**changes):
-    return tiny_engine(NAME, **(SIZES | changes))
+    return tiny_engine(NAME, **(state_fuzz.SIZES | changes))
 
 
 def generate(target, prompts, params=PARAMS, prefix="g"):
@@ -124,7 +115,9 @@ def test_a_store_serves_what_another_engine_has_computed(tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["rings", "pages"])
 def test_prompt_and_completion_engines_on_different_meshes(shared):
-    sizes = {k: v for k, v in SIZES.items() if k not in ("prefill_buckets", "decode_buckets")}
+    sizes = {
+        k: v for k, v in state_fuzz.SIZES.items() if k not in ("prefill_buckets", "decode_buckets")
+    }
     with LLM(
         V4.path,
         disaggregate="1P:1D",
