@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.responses import StreamingResponse as Streaming
 
 from deepinfer_jax import __version__
+from deepinfer_jax.serve import schemas
 from deepinfer_jax.serve.answers import event
 from deepinfer_jax.serve.async_engine import AsyncEngine
 from deepinfer_jax.serve.chat import ChatCompletions
@@ -101,12 +102,17 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_generation(app: FastAPI, context: ServerContext) -> None:
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions",
+        responses=schemas.answers(schemas.CompletionAnswer, schemas.CompletionAnswer),
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(context, body.model)
         return await _answer(Completions(context, body), bool(body.stream), request)
 
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions", responses=schemas.answers(schemas.ChatAnswer, schemas.ChatChunk)
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check_model(context, body.model)
         job = await asyncio.to_thread(ChatCompletions, context, body)  # rendering takes a while
@@ -177,54 +183,50 @@ def _add_rest(app: FastAPI, context: ServerContext, metrics: ServerMetrics) -> N
     async def index() -> Response:
         return HTMLResponse(page)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(app, context)]}
+    @app.get("/v1/models", responses=schemas.ERRORS)
+    async def models() -> schemas.ModelList:
+        return schemas.ModelList(data=[_model(app, context)])
 
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict[str, Any]:
+    @app.get("/v1/models/{model:path}", responses=schemas.ERRORS)
+    async def model(model: str) -> schemas.ModelCard:
         _check_model(context, model)
         return _model(app, context)
 
-    @app.get("/health")
-    async def health() -> Response:
+    @app.get("/health", responses={503: {"model": schemas.Health}})
+    async def health(response: Response) -> schemas.Health:
         failure = context.engine.failure
-        body = {"status": "ok" if failure is None else "unhealthy", "reason": failure}
-        return JSONResponse(body, 200 if failure is None else 503)
+        response.status_code = 200 if failure is None else 503
+        return schemas.Health(status="ok" if failure is None else "unhealthy", reason=failure)
 
     @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    async def version() -> schemas.Version:
+        return schemas.Version(version=__version__)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=schemas.ERRORS)
     async def prometheus() -> Response:
         text = await asyncio.to_thread(metrics.text)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    @app.get("/status")
-    async def status() -> dict[str, Any]:
+    @app.get("/status", response_model_exclude_none=True, responses=schemas.ERRORS)
+    async def status() -> schemas.Status:
         found = await asyncio.to_thread(status_of, context.raw)
-        return found | {"model": context.name, "requests": context.engine.num_requests}
+        return schemas.Status(**found, model=context.name, requests=context.engine.num_requests)
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", response_model_exclude_none=True, responses=schemas.ERRORS)
+    async def tokenize(body: TokenizeRequest) -> schemas.Tokens:
         return await asyncio.to_thread(_tokenize, context, body)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    @app.post("/detokenize", responses=schemas.ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> schemas.Text:
         _check_model(context, body.model)
         tokenizer = _tokenizer(context)
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return schemas.Text(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-def _model(app: FastAPI, context: ServerContext) -> dict[str, Any]:
-    return {
-        "id": context.name,
-        "object": "model",
-        "created": app.state.started,
-        "owned_by": "deepinfer-jax",
-        "max_model_len": context.max_model_len,
-    }
+def _model(app: FastAPI, context: ServerContext) -> schemas.ModelCard:
+    return schemas.ModelCard(
+        id=context.name, created=app.state.started, max_model_len=context.max_model_len
+    )
 
 
 def _tokenizer(context: ServerContext) -> Any:
@@ -233,7 +235,7 @@ def _tokenizer(context: ServerContext) -> Any:
     return context.tokenizer
 
 
-def _tokenize(context: ServerContext, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(context: ServerContext, body: TokenizeRequest) -> schemas.Tokens:
     _check_model(context, body.model)
     tokenizer = _tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
@@ -245,7 +247,7 @@ def _tokenize(context: ServerContext, body: TokenizeRequest) -> dict[str, Any]:
         )
     else:
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    found = {"tokens": ids, "count": len(ids), "max_model_len": context.max_model_len}
-    if body.return_token_strs:
-        found["token_strs"] = [tokenizer.id_to_token(i) for i in ids]
-    return found
+    names = [tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return schemas.Tokens(
+        tokens=ids, count=len(ids), max_model_len=context.max_model_len, token_strs=names
+    )

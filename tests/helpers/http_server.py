@@ -13,6 +13,7 @@ from engine_cases import GOLDEN
 from starlette.testclient import TestClient
 
 from deepinfer_jax import LLM
+from deepinfer_jax.serve import schemas
 from deepinfer_jax.serve.app import create_app
 from deepinfer_jax.serve.context import ServerOptions
 
@@ -31,6 +32,15 @@ def model_folder(path: Path) -> Path:
     return path
 
 
+ANSWERS = {
+    "/v1/completions": (schemas.CompletionAnswer, schemas.CompletionAnswer),
+    "/v1/chat/completions": (schemas.ChatAnswer, schemas.ChatChunk),
+    "/tokenize": (schemas.Tokens, None),
+    "/detokenize": (schemas.Text, None),
+}
+"""What the OpenAPI document says of an answer and of a stream's event."""
+
+
 class Server:
     """A client of one application over the shared engine."""
 
@@ -41,6 +51,7 @@ class Server:
     def post(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
         reply = self.http.post(path, json=body, **more)
         assert reply.status_code == 200, reply.text
+        ANSWERS[path][0].model_validate(reply.json(), strict=True)
         return reply.json()
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -50,10 +61,12 @@ class Server:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = [x.removeprefix("data: ") for x in reply.text.split("\n\n") if x]
         assert lines[-1] == "[DONE]"
+        for line in lines[:-1]:
+            ANSWERS[path][1].model_validate_json(line, strict=True)
         return [json.loads(x) for x in lines[:-1]]
 
     def error(self, path: str, body: Any, **more: Any) -> tuple[int, dict[str, Any]]:
         reply = self.http.post(path, **({"json": body} | more))
         error = reply.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        schemas.ErrorAnswer.model_validate(reply.json())
         return reply.status_code, error

@@ -203,6 +203,20 @@ def test_what_the_server_says_of_itself(server):
     assert engine["role"] == "NORMAL" and engine["generated_tokens"] >= 12
 
 
+def test_the_document_describes_answers_errors_and_streams(server):
+    document = server.http.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for said in methods.values():
+            found = said["responses"]
+            assert "422" not in found and ("default" in found or path in ("/health", "/version"))
+            kinds = found["200"]["content"]
+            assert path == "/metrics" or kinds["application/json"]["schema"]["$ref"]
+    streamed = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert "ChatChunk" in streamed["text/event-stream"]["schema"]["description"]
+    fields = document["components"]["schemas"]["ErrorFields"]
+    assert set(fields["required"]) == {"message", "type", "param", "code"}
+
+
 def test_keys(llm):
     server = Server(llm, api_keys=frozenset({"right", "other"}))
     with server.http:
